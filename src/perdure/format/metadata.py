@@ -1,0 +1,176 @@
+"""metadata.json: where every piece of every tensor lies. The one record that all checkpoints are read into.
+
+Foreign directories become the same `CheckpointMetadata` (mindformers.py, huggingface.py), with empty
+digests, and the engine knows nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from perdure.errors import DamagedCheckpointError
+from perdure.format.box import Box, cover_fault
+from perdure.format.digest import BLOCK, block_count, is_digest, shard_digest
+from perdure.format.dtypes import BY_SAFETENSORS, BY_TORCH
+from perdure.format.jsonio import decode, encode
+from perdure.format.names import parse_shard_filename
+
+__all__ = ["SECTIONS", "CheckpointMetadata", "FileRecord", "Section", "ShardRecord", "TensorRecord"]
+
+Section = Literal["model", "optimizer", "extra"]
+SECTIONS: tuple[Section, ...] = ("model", "optimizer", "extra")
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+_FILE_KINDS = {"model": "model", "optimizer": "opt", "extra": "extra"}
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """One shard file: its name in the iteration directory, its size, the digest of its header.
+
+    The header is the length prefix, the JSON and its padding. Foreign files have size 0 and an empty
+    digest: unknown.
+    """
+
+    name: str
+    size: Count = msgspec.field(name="bytes")
+    header: str
+
+
+class ShardRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One piece of a tensor: index of its file, its box in the tensor (in elements), its digest.
+
+    `blocks` holds the digests of a shard's 8 MiB blocks (empty up to one block). `key` is the
+    entry's name in the file where that isn't the tensor's own.
+    """
+
+    file: Count
+    offset: tuple[Count, ...]
+    shape: tuple[Count, ...]
+    digest: str
+    blocks: tuple[str, ...] = ()
+    key: str = ""
+
+    @property
+    def box(self) -> Box:
+        """Where the piece lies in its tensor."""
+        return Box(self.offset, self.shape)
+
+
+class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One tensor: stored dtype (safetensors' name), global shape, shards.
+
+    `logical` is the torch dtype that the stored elements are a view of (`complex64` held as pairs of
+    F32 has shape `[..., 2]` here). `aliases` are the other names under which the same tensor is known.
+    """
+
+    dtype: str
+    shape: tuple[Count, ...]
+    shards: list[ShardRecord]
+    logical: str = ""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole tensor in bytes."""
+        return prod(self.shape) * BY_SAFETENSORS[self.dtype].itemsize
+
+
+class CheckpointMetadata(msgspec.Struct, kw_only=True):
+    """What is where in one iteration.
+
+    `training` is what a resume compares or needs beyond common.json: seed, dataset identities,
+    optimizer type and parameter-group settings, precision, mesh, loss-scale growth counter, and the
+    one-shot keys already applied.
+    """
+
+    training: dict[str, Any] = {}
+    files: list[FileRecord] = []
+    model: dict[str, TensorRecord] = {}
+    optimizer: dict[str, TensorRecord] = {}
+    extra: dict[str, TensorRecord] = {}
+
+    def section(self, name: Section) -> dict[str, TensorRecord]:
+        """The tensors of one section, by name."""
+        sections: dict[Section, dict[str, TensorRecord]] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "extra": self.extra,
+        }
+        return sections[name]
+
+    def tensors(self) -> Iterator[tuple[Section, str, TensorRecord]]:
+        """Every tensor as (section, name, record)."""
+        for section in SECTIONS:
+            for name, record in self.section(section).items():
+                yield section, name, record
+
+    def encode(self) -> bytes:
+        """The bytes of metadata.json."""
+        return encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes, file: str = "metadata.json") -> CheckpointMetadata:
+        """Reads our own metadata.json; `check` looks deeper.
+
+        Raises:
+            DamagedCheckpointError: not the JSON of this record, or a number out of range.
+        """
+        return decode(data, cls, file)
+
+    def check(self, file: str = "metadata.json") -> None:
+        """Checks that the record makes sense: names, dtypes, boxes that cover, digests that agree.
+
+        Raises:
+            DamagedCheckpointError: naming the tensor and what is wrong with it.
+        """
+        seen: set[str] = set()
+        for record in self.files:
+            if "/" in record.name or "\0" in record.name or record.name in seen or record.name in ("", ".", ".."):
+                raise DamagedCheckpointError(f"{file}: files: bad or repeated name {record.name[:80]!r}", file=file)
+            seen.add(record.name)
+        kinds = [(shard := parse_shard_filename(r.name)) and shard.kind for r in self.files]
+        for section in SECTIONS:
+            names: set[str] = set()
+            for name, tensor in self.section(section).items():
+                fault = self._tensor_fault(tensor, _FILE_KINDS[section], kinds)
+                if fault is None and not names.isdisjoint((name, *tensor.aliases)):
+                    fault = "its name is used twice"
+                if fault is not None:
+                    raise DamagedCheckpointError(f"{file}: {section}: {name[:300]}: {fault}", file=file, tensor=name)
+                names.update((name, *tensor.aliases))
+
+    def _tensor_fault(self, tensor: TensorRecord, kind: str, kinds: list[str | None]) -> str | None:
+        dtype = BY_SAFETENSORS.get(tensor.dtype)
+        if dtype is None:
+            return f"unknown dtype {tensor.dtype[:40]!r}"
+        if tensor.logical:
+            held = BY_TORCH.get(tensor.logical)
+            if (
+                held is None
+                or held.stored != tensor.dtype
+                or (held.trailing > 1 and tensor.shape[-1:] != (held.trailing,))
+            ):
+                return f"logical dtype {tensor.logical[:40]!r} cannot be held as {tensor.dtype} {list(tensor.shape)}"
+        if prod(tensor.shape) * dtype.itemsize >= 1 << 62:
+            return f"absurd shape {list(tensor.shape)[:10]}"
+        for shard in tensor.shards:
+            if shard.file >= len(self.files):
+                return f"shard in file {shard.file}, but there are {len(self.files)} files"
+            if kinds[shard.file] is not None and kinds[shard.file] != kind:
+                return f"shard in {self.files[shard.file].name}, which is not a {kind} file"
+            if len(shard.offset) != len(tensor.shape):
+                return f"a shard has {len(shard.offset)} dimensions, the tensor {len(tensor.shape)}"
+            if shard.digest:
+                size = shard.box.numel * dtype.itemsize
+                if not is_digest(shard.digest) or not all(map(is_digest, shard.blocks)):
+                    return f"malformed digest {shard.digest[:60]!r}"
+                if len(shard.blocks) != block_count(size):
+                    return f"{len(shard.blocks)} block digests for {size} bytes in blocks of {BLOCK}"
+                if shard.blocks and shard_digest(list(shard.blocks)) != shard.digest:
+                    return "its block digests don't give its digest"
+        # Without `remove_redundancy`, replicas repeat a box; each distinct box counts once.
+        return cover_fault({s.box for s in tensor.shards}, tensor.shape)

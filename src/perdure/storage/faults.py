@@ -1,0 +1,139 @@
+"""A storage that fails or dies at the n-th operation: for tests of what a crash leaves behind.
+
+Shipped, so that users can try their own set-up: `FaultStorage(LocalStorage(), at=7, action="kill")`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Literal
+
+from perdure.storage.base import Buffer, Directory, FileWriter, Storage
+
+__all__ = ["Action", "FaultStorage"]
+
+Action = Literal["count", "kill-before", "kill-after", "raise"]
+
+
+class FaultStorage(Storage):
+    """Wraps a storage, numbers its changing operations from 1, and acts at number `at`.
+
+    Args:
+        inner: the storage that does the work.
+        at: the number at which to act; 0 only counts.
+        action: `kill-before` or `kill-after` the operation by SIGKILL, or `raise` an OSError.
+        code: errno for `raise`.
+        only: acts on, and numbers, only operations whose (name, path) it accepts.
+        sticky: with `raise`, every later operation fails too, as on a full disk.
+        reads: number reading operations too.
+    """
+
+    def __init__(
+        self,
+        inner: Storage,
+        *,
+        at: int = 0,
+        action: Action = "count",
+        code: int = 28,
+        only: Callable[[str, str], bool] | None = None,
+        sticky: bool = False,
+        reads: bool = False,
+    ) -> None:
+        self.inner = inner
+        self.log: list[tuple[str, str]] = []
+        self._at, self._action, self._code, self._only, self._sticky, self._reads = (
+            at,
+            action,
+            code,
+            only,
+            sticky,
+            reads,
+        )
+        self._lock = threading.Lock()
+
+    def _run(self, name: str, path: str, work: Callable[[], None]) -> None:
+        with self._lock:
+            if self._only is not None and not self._only(name, path):
+                number = -1
+            else:
+                self.log.append((name, path))
+                number = len(self.log)
+        due = number == self._at or (self._sticky and self._at and number > self._at)
+        if due and self._action == "raise":
+            raise OSError(self._code, f"{os.strerror(self._code)} (injected at operation {number}, {name})", path)
+        if due and self._action == "kill-before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        work()
+        if due and self._action == "kill-after":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _read(self, name: str, path: str) -> None:
+        if self._reads:
+            self._run(name, path, lambda: None)
+
+    def list(self, path: str) -> list[str]:
+        self._read("list", path)
+        return self.inner.list(path)
+
+    def exists(self, path: str) -> bool:
+        return self.inner.exists(path)
+
+    def is_directory(self, path: str) -> bool:
+        return self.inner.is_directory(path)
+
+    def open_directory(self, path: str) -> Directory:
+        self._read("open_directory", path)
+        return self.inner.open_directory(path)
+
+    def read(self, path: str, limit: int) -> bytes:
+        self._read("read", path)
+        return self.inner.read(path, limit)
+
+    def free_bytes(self, path: str) -> int:
+        return self.inner.free_bytes(path)
+
+    def make_directory(self, path: str) -> None:
+        self._run("make_directory", path, lambda: self.inner.make_directory(path))
+
+    def create(self, path: str, size: int) -> FileWriter:
+        made: list[FileWriter] = []
+        self._run("create", path, lambda: made.append(self.inner.create(path, size)))
+        return _FaultWriter(self, path, made[0])
+
+    def write(self, path: str, data: Buffer) -> None:
+        self._run("write", path, lambda: self.inner.write(path, data))
+
+    def append(self, path: str, data: Buffer, durable: bool) -> None:
+        self._run("append", path, lambda: self.inner.append(path, data, durable))
+
+    def rename(self, source: str, target: str) -> None:
+        self._run("rename", target, lambda: self.inner.rename(source, target))
+
+    def exchange(self, a: str, b: str) -> None:
+        self._run("exchange", b, lambda: self.inner.exchange(a, b))
+
+    def unlink(self, path: str) -> None:
+        self._run("unlink", path, lambda: self.inner.unlink(path))
+
+    def remove_directory(self, path: str) -> None:
+        self._run("remove_directory", path, lambda: self.inner.remove_directory(path))
+
+    def sync_directory(self, path: str) -> None:
+        self._run("sync_directory", path, lambda: self.inner.sync_directory(path))
+
+
+class _FaultWriter(FileWriter):
+    def __init__(self, storage: FaultStorage, path: str, inner: FileWriter) -> None:
+        self._storage, self._path, self._inner = storage, path, inner
+
+    def pwrite(self, data: Buffer, offset: int) -> None:
+        self._storage._run("pwrite", self._path, lambda: self._inner.pwrite(data, offset))
+
+    def finish(self, size: int) -> None:
+        self._storage._run("finish", self._path, lambda: self._inner.finish(size))
+
+    def abort(self) -> None:
+        self._inner.abort()

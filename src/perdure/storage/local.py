@@ -1,0 +1,255 @@
+"""A local or network file system, by plain system calls."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import sys
+from types import TracebackType
+
+from perdure.storage.base import Buffer, Directory, FileReader, FileWriter, Storage
+
+__all__ = ["LocalStorage"]
+
+_DIRECT_ALIGNMENT = 4096
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_BY_HANDLE = os.open in os.supports_dir_fd
+
+
+class LocalStorage(Storage):
+    """Files on a POSIX file system.
+
+    Args:
+        direct: write shard files past the page cache (O_DIRECT) where the file system takes it;
+            a private buffer at an aligned offset is then written straight, anything else as usual.
+    """
+
+    def __init__(self, direct: bool = True) -> None:
+        self._direct = direct and hasattr(os, "O_DIRECT")
+
+    def list(self, path: str) -> list[str]:
+        return sorted(os.listdir(path))
+
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(path)
+
+    def is_directory(self, path: str) -> bool:
+        try:
+            return stat.S_ISDIR(os.lstat(path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def open_directory(self, path: str) -> Directory:
+        return _LocalDirectory(path)
+
+    def read(self, path: str, limit: int) -> bytes:
+        reader = _LocalReader(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW), path)
+        return _read_all(reader, path, limit)
+
+    def free_bytes(self, path: str) -> int:
+        figures = os.statvfs(path)
+        return figures.f_bavail * figures.f_frsize
+
+    def make_directory(self, path: str) -> None:
+        os.mkdir(path)
+
+    def create(self, path: str, size: int) -> FileWriter:
+        return _LocalWriter(path, size, self._direct)
+
+    def write(self, path: str, data: Buffer) -> None:
+        writer = _LocalWriter(path, len(data), direct=False, replace=True)
+        try:
+            writer.pwrite(data, 0)
+            writer.finish(len(data))
+        except BaseException:
+            writer.abort()
+            raise
+
+    def append(self, path: str, data: Buffer, durable: bool) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            written = os.write(fd, data)
+            if written != len(data):
+                raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were appended", path)
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        os.replace(source, target)
+
+    def exchange(self, a: str, b: str) -> None:
+        if not sys.platform.startswith("linux"):
+            raise OSError(errno.ENOSYS, "no atomic exchange on this system", a)
+        libc = ctypes.CDLL(None, use_errno=True)
+        call = getattr(libc, "renameat2", None)
+        if call is None:
+            raise OSError(errno.ENOSYS, "no renameat2 in this C library", a)
+        if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), a, None, b)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def remove_directory(self, path: str) -> None:
+        os.rmdir(path)
+
+    def sync_directory(self, path: str) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # Some network file systems have no fsync of directories; their renames are durable by themselves.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(fd)
+
+
+class _LocalWriter(FileWriter):
+    def __init__(self, path: str, size: int, direct: bool, replace: bool = False) -> None:
+        self._path = path
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if replace else os.O_EXCL)
+        self._fd = os.open(path, flags, 0o644)
+        self._direct_fd = -1
+        try:
+            self._reserve(size)
+            if direct and size >= _DIRECT_ALIGNMENT:
+                self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL or self._fd < 0:
+                self.abort()
+                raise
+
+    def _reserve(self, size: int) -> None:
+        if size < _DIRECT_ALIGNMENT or not hasattr(os, "posix_fallocate"):
+            return
+        try:
+            os.posix_fallocate(self._fd, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+
+    def pwrite(self, data: Buffer, offset: int) -> None:
+        view = memoryview(data).cast("B")
+        fd = self._fd
+        if self._direct_fd >= 0 and _aligned(view, offset):
+            fd = self._direct_fd
+        while view:
+            try:
+                done = os.pwrite(fd, view, offset)
+            except OSError as error:
+                if error.errno == errno.EINVAL and fd == self._direct_fd and fd >= 0:
+                    fd = self._fd
+                    continue
+                raise
+            if done == 0:
+                raise OSError(errno.EIO, "a write took no bytes", self._path)
+            view, offset = view[done:], offset + done
+            if done % _DIRECT_ALIGNMENT:
+                fd = self._fd
+
+    def finish(self, size: int) -> None:
+        if self._direct_fd >= 0:
+            os.close(self._direct_fd)
+            self._direct_fd = -1
+        os.ftruncate(self._fd, size)
+        os.fsync(self._fd)
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
+    def abort(self) -> None:
+        for fd in (self._direct_fd, self._fd):
+            if fd >= 0:
+                try:
+                    os.close(fd)
+                except OSError:
+                    continue
+        self._fd = self._direct_fd = -1
+
+
+def _aligned(view: memoryview, offset: int) -> bool:
+    """Whether a run of bytes may be written past the page cache: only writable buffers have an address here."""
+    if view.readonly or not view or (offset | len(view)) % _DIRECT_ALIGNMENT:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % _DIRECT_ALIGNMENT == 0
+
+
+class _LocalReader(FileReader):
+    def __init__(self, fd: int, path: str) -> None:
+        self._fd = fd
+        self._path = path
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", path)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.size = status.st_size
+
+    def pread_into(self, buffer: memoryview, offset: int) -> None:
+        view = buffer.cast("B")
+        while view:
+            done = os.preadv(self._fd, [view], offset)
+            if done == 0:
+                raise EOFError(f"{self._path}: ends at byte {offset}, {len(view)} short")
+            view, offset = view[done:], offset + done
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class _LocalDirectory(Directory):
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self._fd if _BY_HANDLE else self.path))
+
+    def open(self, name: str) -> FileReader:
+        if not name or "/" in name or "\0" in name or name in (".", ".."):
+            raise OSError(errno.EINVAL, "not the name of a file in this directory", name[:200])
+        # O_NOFOLLOW keeps a link from leading out of the root; O_NONBLOCK keeps a fifo from hanging us.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        path = os.path.join(self.path, name)
+        try:
+            fd = os.open(name, flags, dir_fd=self._fd) if _BY_HANDLE else os.open(path, flags)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from None
+        return _LocalReader(fd, path)
+
+    def read(self, name: str, limit: int) -> bytes:
+        return _read_all(self.open(name), os.path.join(self.path, name), limit)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Directory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _read_all(reader: FileReader, path: str, limit: int) -> bytes:
+    try:
+        if reader.size > limit:
+            raise OSError(errno.EFBIG, f"{reader.size} bytes, more than the {limit} that such a file can have", path)
+        data = bytearray(reader.size)
+        reader.pread_into(memoryview(data), 0)
+        return bytes(data)
+    finally:
+        reader.close()
