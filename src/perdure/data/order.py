@@ -1,0 +1,258 @@
+"""Sample order as a function: a keyed permutation of [0, length), computed index by index.
+
+No list and no state: index i of epoch e costs the same at any length up to 2^60. The order is part
+of the format (`ORDER_VERSION`): a resumed run must meet the samples that the first one would have.
+
+Version 1. Up to `SMALL` samples: a Fisher-Yates shuffle. Above: a Feistel network over pairs
+(left, right) with left < a, right < b, where a = ceil(sqrt(length)) and b = ceil(length / a), so that
+a * b exceeds the length by less than a. Each round adds, modulo a or b, a keyed hash of the other
+half; results outside the length walk on along their cycle until they fall inside, which is rare
+because the domain fits tightly (fewer than one index in sqrt(length)).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import isqrt
+from typing import TYPE_CHECKING, Any
+
+from perdure.data.keys import GAMMA, MASK, MULTIPLIER_1, MULTIPLIER_2, check_seed, derive, is_whole, mix64
+from perdure.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["MAX_LENGTH", "ORDER_VERSION", "SMALL", "EpochOrder", "Permutation"]
+
+ORDER_VERSION = 1
+MAX_LENGTH = 1 << 60
+SMALL = 256
+
+_PURPOSE = 0x6F72646572  # keeps order keys apart from those of random streams
+_ROUNDS_LARGE = 6
+_ROUNDS_SMALL = 12
+_MANY_ROUNDS_BELOW = 1 << 16
+# 34 hash bits times a radix of at most 2^30 still fit 64 bits.
+_HASH_BITS = 34
+_SCALAR_BELOW = 24
+
+
+class Permutation:
+    """A bijection on [0, length) keyed by (seed, epoch).
+
+    Args:
+        length: number of samples, 1 to 2^60.
+        seed: the run's seed, in [0, 2^64).
+        epoch: 0-based epoch, in [0, 2^64).
+
+    Raises:
+        UsageError: an argument is outside its range.
+    """
+
+    __slots__ = ("_a", "_b", "_inverse_table", "_keys", "_table", "epoch", "length", "seed")
+
+    def __init__(self, length: int, seed: int, epoch: int = 0) -> None:
+        check_length(length)
+        check_seed(seed)
+        if not is_whole(epoch, MASK):
+            raise UsageError(f"epoch must be an integer in [0, 2^64), not {epoch!r}")
+        self.length = length
+        self.seed = seed
+        self.epoch = epoch
+        key = derive(_PURPOSE, seed, epoch, length)
+        self._table: tuple[int, ...] | None = None
+        self._inverse_table: tuple[int, ...] | None = None
+        if length <= SMALL:
+            self._table = _fisher_yates(length, key)
+            return
+        self._a = isqrt(length - 1) + 1
+        self._b = -(-length // self._a)
+        rounds = _ROUNDS_SMALL if length < _MANY_ROUNDS_BELOW else _ROUNDS_LARGE
+        self._keys = tuple(mix64((key + r * GAMMA) & MASK) for r in range(1, rounds + 1))
+
+    def __call__(self, index: int) -> int:
+        """Where `index` goes. Raises IndexError outside [0, length)."""
+        self._check(index)
+        if self._table is not None:
+            return self._table[index]
+        value = self._forward(index)
+        while value >= self.length:
+            value = self._forward(value)
+        return value
+
+    def inverse(self, value: int) -> int:
+        """The index that goes to `value`. Raises IndexError outside [0, length)."""
+        self._check(value)
+        if self._table is not None:
+            if self._inverse_table is None:
+                self._inverse_table = tuple(sorted(range(self.length), key=self._table.__getitem__))
+            return self._inverse_table[value]
+        index = self._backward(value)
+        while index >= self.length:
+            index = self._backward(index)
+        return index
+
+    def batch(self, indices: NDArray[Any]) -> NDArray[np.int64]:
+        """The same for an integer array of any shape; bit-identical to calling one by one.
+
+        Returns an int64 array of the same shape. Raises IndexError when an index is outside
+        [0, length).
+        """
+        import numpy as np
+
+        given = np.asarray(indices)
+        if given.size == 0:
+            return np.zeros(given.shape, dtype=np.int64)
+        if given.dtype.kind not in "iu":
+            raise UsageError(f"indices must be integers, not {given.dtype}")
+        self._check(int(given.min()))
+        self._check(int(given.max()))
+        if self._table is not None:
+            looked_up: NDArray[np.int64] = np.asarray(self._table, dtype=np.int64)[given]
+            return looked_up
+        values = self._forward_batch(given.reshape(-1).astype(np.uint64))
+        length = np.uint64(self.length)
+        outside = np.flatnonzero(values >= length)
+        while outside.size:
+            walked = self._forward_batch(values[outside])
+            values[outside] = walked
+            outside = outside[walked >= length]
+        result: NDArray[np.int64] = values.astype(np.int64).reshape(given.shape)
+        return result
+
+    def slice(self, start: int, stop: int) -> list[int]:
+        """Where the indices of [start, stop) go, as plain integers."""
+        if stop - start < _SCALAR_BELOW or self._table is not None:
+            return [self(i) for i in range(start, stop)]
+        import numpy as np
+
+        values: list[int] = self.batch(np.arange(start, stop, dtype=np.uint64)).tolist()
+        return values
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < self.length:
+            raise IndexError(f"index {index} is outside [0, {self.length})")
+
+    def _forward(self, index: int) -> int:
+        a, b = self._a, self._b
+        left, right = divmod(index, b)
+        keys = iter(self._keys)
+        for key in keys:
+            left += ((mix64(right ^ key) >> 30) * a) >> _HASH_BITS
+            if left >= a:
+                left -= a
+            right += ((mix64(left ^ next(keys)) >> 30) * b) >> _HASH_BITS
+            if right >= b:
+                right -= b
+        return left * b + right
+
+    def _backward(self, value: int) -> int:
+        a, b = self._a, self._b
+        left, right = divmod(value, b)
+        keys = iter(reversed(self._keys))
+        for key in keys:
+            right -= ((mix64(left ^ key) >> 30) * b) >> _HASH_BITS
+            if right < 0:
+                right += b
+            left -= ((mix64(right ^ next(keys)) >> 30) * a) >> _HASH_BITS
+            if left < 0:
+                left += a
+        return left * b + right
+
+    def _forward_batch(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        import numpy as np
+
+        a, b = np.uint64(self._a), np.uint64(self._b)
+        left: NDArray[np.uint64] = values // b
+        right: NDArray[np.uint64] = values - left * b
+        work, shifted = np.empty_like(values), np.empty_like(values)
+        for number, key in enumerate(self._keys):
+            changed, other, radix = (right, left, b) if number % 2 else (left, right, a)
+            _hash_into(other, np.uint64(key), radix, work, shifted)
+            np.add(changed, work, out=changed)
+            # Below the radix the subtraction wraps around to a huge number, so the minimum is x mod radix.
+            np.subtract(changed, radix, out=work)
+            np.minimum(changed, work, out=changed)
+        left *= b
+        left += right
+        return left
+
+
+class EpochOrder:
+    """The run's sample stream over a dataset: epoch after epoch, each in its own order.
+
+    Args:
+        length: number of samples, 1 to 2^60.
+        seed: the run's seed.
+        shuffle: False gives 0, 1, 2, ... in every epoch.
+    """
+
+    def __init__(self, length: int, seed: int, *, shuffle: bool = True) -> None:
+        self.length = check_length(length)
+        self.seed = check_seed(seed)
+        self.shuffle = shuffle
+
+    def slice(self, first: int, last: int) -> list[int]:
+        """Dataset indices at the stream positions [first, last)."""
+        indices: list[int] = []
+        while first < last:
+            epoch, start = divmod(first, self.length)
+            stop = min(self.length, start + last - first)
+            if self.shuffle:
+                indices += _permutation(self.length, self.seed, epoch).slice(start, stop)
+            else:
+                indices += range(start, stop)
+            first += stop - start
+        return indices
+
+
+def check_length(length: int) -> int:
+    """The length itself.
+
+    Raises:
+        UsageError: it is not an integer in [1, 2^60].
+    """
+    if not is_whole(length, MAX_LENGTH, 1):
+        raise UsageError(f"length must be an integer from 1 to 2^60, not {length!r}")
+    return length
+
+
+@lru_cache(maxsize=16)
+def _permutation(length: int, seed: int, epoch: int) -> Permutation:
+    return Permutation(length, seed, epoch)
+
+
+def _fisher_yates(length: int, key: int) -> tuple[int, ...]:
+    table = list(range(length))
+    state = key
+    for last in range(length - 1, 0, -1):
+        state = (state + GAMMA) & MASK
+        # The top half of a 64 x 64 bit product is uniform to within 2^-56.
+        other = (mix64(state) * (last + 1)) >> 64
+        table[last], table[other] = table[other], table[last]
+    return tuple(table)
+
+
+def _hash_into(
+    values: NDArray[np.uint64],
+    key: np.uint64,
+    radix: np.uint64,
+    work: NDArray[np.uint64],
+    shifted: NDArray[np.uint64],
+) -> None:
+    """Writes ((mix64(values ^ key) >> 30) * radix) >> 34 into `work`."""
+    import numpy as np
+
+    np.bitwise_xor(values, key, out=work)
+    np.right_shift(work, np.uint64(30), out=shifted)
+    np.bitwise_xor(work, shifted, out=work)
+    np.multiply(work, np.uint64(MULTIPLIER_1), out=work)
+    np.right_shift(work, np.uint64(27), out=shifted)
+    np.bitwise_xor(work, shifted, out=work)
+    np.multiply(work, np.uint64(MULTIPLIER_2), out=work)
+    np.right_shift(work, np.uint64(31), out=shifted)
+    np.bitwise_xor(work, shifted, out=work)
+    np.right_shift(work, np.uint64(30), out=work)
+    np.multiply(work, radix, out=work)
+    np.right_shift(work, np.uint64(_HASH_BITS), out=work)
