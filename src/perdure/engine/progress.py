@@ -1,0 +1,78 @@
+"""Where a run is: the numbers that go into common.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from perdure.format.common import HEALTHY, CommonInfo
+
+__all__ = ["Progress"]
+
+
+@dataclass
+class Progress:
+    """A run's position.
+
+    Attributes:
+        global_step: optimizer steps done.
+        consumed_samples: the next position in the sample stream.
+        global_batch_size: samples of the last step (or the configured number).
+        loss_scale: gradient scale; 1.0 without a scaler.
+        ckpt_status: 0 healthy, 1 abnormal.
+        dataset_length: samples per epoch; 0 where unknown.
+    """
+
+    global_step: int = 0
+    consumed_samples: int = 0
+    global_batch_size: int = 1
+    loss_scale: float = 1.0
+    ckpt_status: int = HEALTHY
+    dataset_length: int = 0
+
+    def advance(self, global_batch_size: int | None = None, samples: int | None = None) -> None:
+        """One optimizer step is done.
+
+        Args:
+            global_batch_size: samples it used (default: as before).
+            samples: stream positions it moved by, where some were left out on purpose (default: as many).
+        """
+        if global_batch_size is not None:
+            self.global_batch_size = global_batch_size
+        self.global_step += 1
+        self.consumed_samples += self.global_batch_size if samples is None else samples
+
+    @property
+    def epoch_num(self) -> int:
+        """Epochs completed."""
+        return self.consumed_samples // self.dataset_length if self.dataset_length else 0
+
+    @property
+    def step_num(self) -> int:
+        """Whole steps within the current epoch."""
+        if not self.dataset_length or not self.global_batch_size:
+            return 0
+        return self.consumed_samples % self.dataset_length // self.global_batch_size
+
+    def common(self) -> CommonInfo:
+        """The record for common.json."""
+        return CommonInfo(
+            epoch_num=self.epoch_num,
+            step_num=self.step_num,
+            global_step=self.global_step,
+            loss_scale=self.loss_scale,
+            global_batch_size=self.global_batch_size,
+            consumed_samples=self.consumed_samples,
+            ckpt_status=self.ckpt_status,
+        )
+
+    @classmethod
+    def from_common(cls, common: CommonInfo, dataset_length: int = 0) -> Progress:
+        """The position that a checkpoint stands for."""
+        return cls(
+            global_step=common.global_step,
+            consumed_samples=common.consumed_samples,
+            global_batch_size=common.global_batch_size,
+            loss_scale=common.loss_scale,
+            ckpt_status=common.ckpt_status,
+            dataset_length=dataset_length,
+        )

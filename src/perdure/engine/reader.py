@@ -1,0 +1,215 @@
+"""Ranges of shard files read straight into tensor memory, checked block by block as they arrive.
+
+A piece that lies in memory as it lies in the file is read in place. Anything else (another cut,
+another dtype, strides, a device) goes through a slab of whole digest blocks and is copied from there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from perdure.engine.writer import memory_of
+from perdure.errors import DamagedCheckpointError
+from perdure.format.box import Box, intersect
+from perdure.format.digest import BLOCK, digest_bytes
+from perdure.format.dtypes import BY_SAFETENSORS
+from perdure.format.metadata import Section, ShardRecord, TensorRecord
+from perdure.state.shards import Piece
+from perdure.storage.base import FileReader
+
+__all__ = ["Fill", "ShardSource", "read_tensors"]
+
+SLAB = 2 * BLOCK
+
+
+class ShardSource(Protocol):
+    """Where the bytes of a shard lie: an open file and the offset of the shard's first byte."""
+
+    def locate(self, section: Section, name: str, shard: ShardRecord) -> tuple[FileReader, int]: ...
+
+    def file_name(self, shard: ShardRecord) -> str: ...
+
+
+@dataclass(frozen=True)
+class Fill:
+    """One tensor of a checkpoint and the pieces of live memory that it is to fill."""
+
+    section: Section
+    name: str
+    record: TensorRecord
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class _Task:
+    fill: Fill
+    shard: ShardRecord
+    reader: FileReader
+    offset: int
+
+
+def read_tensors(
+    source: ShardSource,
+    fills: Iterable[Fill],
+    *,
+    threads: int = 2,
+    verify: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Fills every piece; returns the bytes read.
+
+    Raises:
+        DamagedCheckpointError: a block is not what was written; the file and the tensor are named.
+        OSError: the storage failed, which is not damage.
+    """
+    tasks = [
+        _Task(fill, shard, *source.locate(fill.section, fill.name, shard))
+        for fill in fills
+        for shard in _distinct(fill.record.shards)
+        if any(_meets(shard.box, piece.box) for piece in fill.pieces)
+    ]
+    tasks.sort(key=lambda t: (t.shard.file, t.offset))
+    worker = _Worker(source, verify, progress)
+    if threads <= 1 or len(tasks) < 2:
+        for task in tasks:
+            worker.run(task)
+        return worker.bytes_read
+    with ThreadPoolExecutor(threads, thread_name_prefix="perdure-read") as pool:
+        futures = [pool.submit(worker.run, task) for task in tasks]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            worker.stopped = True
+            pool.shutdown(cancel_futures=True)
+            raise
+    return worker.bytes_read
+
+
+def _distinct(shards: list[ShardRecord]) -> Iterator[ShardRecord]:
+    """Each box once: without `remove_redundancy` several files hold the same."""
+    seen: set[Box] = set()
+    for shard in shards:
+        if shard.box not in seen:
+            seen.add(shard.box)
+            yield shard
+
+
+def _meets(a: Box, b: Box) -> bool:
+    return a == b or intersect(a, b) is not None
+
+
+class _Worker:
+    def __init__(self, source: ShardSource, verify: bool, progress: Callable[[int], None] | None) -> None:
+        self.bytes_read = 0
+        self.stopped = False
+        self._source, self._verify, self._progress = source, verify, progress
+        self._local = threading.local()
+        self._lock = threading.Lock()
+
+    def run(self, task: _Task) -> None:
+        if self.stopped:
+            return
+        pieces = [p for p in task.fill.pieces if _meets(task.shard.box, p.box)]
+        stored = getattr(torch, BY_SAFETENSORS[task.fill.record.dtype].torch)
+        straight = next((p for p in pieces if p.box == task.shard.box and _in_place(p.tensor, stored)), None)
+        if straight is not None:
+            self._read_checked(task, 0, memory_of(straight.tensor))
+            for piece in pieces:
+                if piece is not straight:
+                    _copy_overlap(straight.tensor, task.shard.box, piece)
+        else:
+            self._through_slabs(task, pieces, stored)
+
+    def _read_checked(self, task: _Task, start: int, memory: memoryview) -> None:
+        """Reads shard bytes from `start` (a block boundary) into `memory`, which ends at a block's end."""
+        blocks = task.shard.blocks or (task.shard.digest,)
+        for at in range(0, len(memory), BLOCK):
+            piece = memory[at : at + BLOCK]
+            try:
+                task.reader.pread_into(piece, task.offset + start + at)
+            except EOFError as error:
+                raise self._damage(task, str(error)) from None
+            expected = blocks[(start + at) // BLOCK]
+            if self._verify and expected and digest_bytes(piece) != expected:
+                raise self._damage(task, f"block {(start + at) // BLOCK} is not what was written ({expected} expected)")
+            with self._lock:
+                self.bytes_read += len(piece)
+            if self._progress is not None:
+                self._progress(len(piece))
+
+    def _through_slabs(self, task: _Task, pieces: list[Piece], stored: torch.dtype) -> None:
+        """Reads the rows that any piece needs, a slab of whole rows at a time, and copies from there."""
+        box, itemsize = task.shard.box, BY_SAFETENSORS[task.fill.record.dtype].itemsize
+        total = box.numel * itemsize
+        rows = box.shape[0] if box.shape else 1
+        row_bytes = max(total // max(rows, 1), 1)
+        step = max(1, SLAB // row_bytes)
+        overlaps = [o for p in pieces if (o := intersect(box, p.box)) is not None]
+        first = min((o.offset[0] - box.offset[0] for o in overlaps), default=0) if box.shape else 0
+        last = max((o.offset[0] + o.shape[0] - box.offset[0] for o in overlaps), default=0) if box.shape else 1
+        for row in range(first, last, step):
+            end = min(row + step, last)
+            begin_byte = row * row_bytes // BLOCK * BLOCK
+            end_byte = min(-(-(end * row_bytes) // BLOCK) * BLOCK, total)
+            buffer = self._slab(end_byte - begin_byte)
+            self._read_checked(task, begin_byte, memory_of(buffer))
+            inside = buffer[row * row_bytes - begin_byte :][: (end - row) * row_bytes]
+            if box.shape:
+                part = Box((box.offset[0] + row, *box.offset[1:]), (end - row, *box.shape[1:]))
+            else:
+                part = box
+            values = _as_dtype(inside, stored).reshape(part.shape)
+            for piece in pieces:
+                _copy_overlap(values, part, piece)
+
+    def _slab(self, size: int) -> Tensor:
+        """This thread's buffer, grown when needed and used again."""
+        buffer: Tensor | None = getattr(self._local, "buffer", None)
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(max(size, min(size * 2, SLAB + BLOCK)), dtype=torch.uint8)
+            self._local.buffer = buffer
+        return buffer[:size]
+
+    def _damage(self, task: _Task, what: str) -> DamagedCheckpointError:
+        file, name = self._source.file_name(task.shard), task.fill.name
+        return DamagedCheckpointError(f"{file}: {name[:300]}: {what}", file=file, tensor=name)
+
+
+def _in_place(tensor: Tensor, stored: torch.dtype) -> bool:
+    return tensor.dtype == stored and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _as_dtype(data: Tensor, stored: torch.dtype) -> Tensor:
+    """Bytes seen as elements; copied first where their address isn't a multiple of the element's size."""
+    size = torch.empty(0, dtype=stored).element_size()
+    if data.data_ptr() % size:
+        data = data.clone()
+    return data.view(stored)
+
+
+def _copy_overlap(values: Tensor, box: Box, piece: Piece) -> None:
+    """Copies what `values`, which is `box` of the tensor, has of `piece`."""
+    if not box.shape:
+        piece.tensor.copy_(values)
+        return
+    both = intersect(box, piece.box)
+    if both is None or prod(both.shape) == 0:
+        return
+    source = values[tuple(slice(o - b, o - b + n) for o, b, n in zip(both.offset, box.offset, both.shape, strict=True))]
+    target = piece.tensor[
+        tuple(slice(o - b, o - b + n) for o, b, n in zip(both.offset, piece.box.offset, both.shape, strict=True))
+    ]
+    # Memory that an expanded tensor repeats is written once.
+    for dim, (stride, size) in enumerate(zip(target.stride(), target.shape, strict=True)):
+        if stride == 0 and size > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)

@@ -1,0 +1,97 @@
+"""The tensors of a module by fully qualified name, without what wrappers put in front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from perdure.state.shards import NamedTensor, describe
+
+__all__ = ["extra_states", "model_tensors", "named_modules", "parameter_names"]
+
+# Wrapper class -> attribute of what it wraps, by name, so that none of them need be imported.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+
+
+def _unwrap(module: nn.Module) -> nn.Module:
+    while True:
+        inner = getattr(module, _WRAPPERS.get(type(module).__name__, ""), None)
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every occurrence of every module (a shared one under each of its names), wrappers looked through."""
+    stack = [("", _unwrap(model))]
+    while stack:
+        prefix, module = stack.pop()
+        yield prefix, module
+        children = [
+            (prefix + name + ".", _unwrap(child)) for name, child in module._modules.items() if child is not None
+        ]
+        stack.extend(reversed(children))
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every name of every parameter and persistent buffer, in the module's order."""
+    for prefix, module in named_modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield prefix + name, parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for two names of the same memory seen in the same way."""
+    if hasattr(tensor, "placements") or tensor.numel() == 0:
+        return (id(tensor),)
+    place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return place if tensor.data_ptr() else (id(tensor),)
+
+
+def model_tensors(model: nn.Module) -> list[NamedTensor]:
+    """Parameters and persistent buffers; a tensor known by several names appears once, with its aliases.
+
+    Raises:
+        UnsupportedStateError: one of them cannot be held in a checkpoint.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, tensor in _named(model):
+        canonical = first.setdefault(_identity(tensor), name)
+        if canonical == name:
+            tensors[name] = tensor
+            aliases[name] = []
+        else:
+            aliases[canonical].append(name)
+    return [describe("model", name, t, tuple(aliases[name])) for name, t in tensors.items()]
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """`id(parameter)` -> its first fully qualified name: the name that optimizer state goes by."""
+    names: dict[int, str] = {}
+    for prefix, module in named_modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), prefix + name)
+    return names
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that keep state of their own by `get_extra_state`, by name."""
+    return {
+        prefix + "_extra_state": module
+        for prefix, module in named_modules(model)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }

@@ -1,0 +1,151 @@
+"""A live tensor as named, boxed pieces of memory: what this rank holds of a tensor, and how it lies in a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perdure.errors import UnsupportedStateError
+from perdure.format.box import Box, whole
+from perdure.format.dtypes import BY_TORCH
+from perdure.format.metadata import Section
+
+__all__ = ["NamedTensor", "Piece", "describe", "dtype_name", "held", "local_pieces"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor and the memory that holds it; `tensor.shape == box.shape`, any stride, any device."""
+
+    box: Box
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """One tensor as this rank sees it.
+
+    `dtype` is the stored dtype (safetensors' name), `logical` the torch dtype it is a view of or "",
+    `shape` the global shape in stored elements, `pieces` what this rank holds (maybe nothing).
+    """
+
+    section: Section
+    name: str
+    dtype: str
+    logical: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    aliases: tuple[str, ...] = field(default=())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def held(tensor: Tensor) -> Tensor:
+    """The tensor as elements of its stored dtype, sharing memory wherever that is possible."""
+    plain = tensor.detach()
+    if plain.is_conj():
+        plain = plain.resolve_conj()
+    if plain.is_neg():
+        plain = plain.resolve_neg()
+    how = BY_TORCH[dtype_name(plain.dtype)]
+    if how.trailing == 2:
+        return torch.view_as_real(plain)
+    return plain.view(torch.uint8) if how.is_view else plain
+
+
+def describe(section: Section, name: str, tensor: Tensor, aliases: tuple[str, ...] = ()) -> NamedTensor:
+    """A live tensor (plain or DTensor) as a `NamedTensor`.
+
+    Raises:
+        UnsupportedStateError: its kind cannot be held in a checkpoint; the name is given.
+    """
+    _refuse(section, name, tensor)
+    shape, pieces = local_pieces(tensor)
+    how = BY_TORCH[dtype_name(tensor.dtype)]
+    tail = (2,) if how.trailing == 2 else ()
+    stored = tuple(Piece(Box(p.box.offset + (0,) * len(tail), p.box.shape + tail), held(p.tensor)) for p in pieces)
+    logical = dtype_name(tensor.dtype) if how.is_view else ""
+    return NamedTensor(section, name, how.stored, logical, shape + tail, stored, aliases)
+
+
+def _refuse(section: Section, name: str, tensor: Tensor) -> None:
+    why = None
+    if tensor.layout is not torch.strided:
+        why = f"its layout is {layout_name(tensor)}"
+    elif tensor.is_quantized:
+        why = "it is quantized"
+    elif tensor.device.type == "meta":
+        why = "it is on the meta device, without values"
+    elif dtype_name(tensor.dtype) not in BY_TORCH:
+        why = f"its dtype is {dtype_name(tensor.dtype)}, which safetensors cannot hold"
+    elif not _encodable(name):
+        why = "its name is not valid Unicode"
+    if why is not None:
+        raise UnsupportedStateError(
+            f"{section}: {name[:300]!r} cannot be saved: {why}",
+            hint="convert it to an ordinary dense tensor before saving, or leave it out of the state",
+        )
+
+
+def layout_name(tensor: Tensor) -> str:
+    """`sparse_coo` for `torch.sparse_coo`."""
+    return str(tensor.layout).removeprefix("torch.")
+
+
+def _encodable(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def local_pieces(tensor: Tensor) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+    """Global shape, and what this rank holds of a tensor.
+
+    The boxes of a DTensor are computed here: torch's own offsets are wrong for some uneven cuts of
+    one dimension by two mesh axes.
+    """
+    if not hasattr(tensor, "placements"):
+        return tuple(tensor.shape), (Piece(whole(tensor.shape), tensor.detach()),)
+    return _dtensor_pieces(tensor)
+
+
+def _dtensor_pieces(tensor: Any) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+    shape = tuple(tensor.shape)
+    local = tensor.detach().to_local()
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return shape, ()
+    offset, size = [0] * len(shape), list(shape)
+    # A strided shard is a cut made within what the later mesh axes have cut already.
+    order = [a for a, p in enumerate(tensor.placements) if not _is_strided(p)]
+    order += [a for a, p in enumerate(tensor.placements) if _is_strided(p)]
+    for axis in order:
+        placement = tensor.placements[axis]
+        if placement.is_replicate():
+            continue
+        if placement.is_partial():
+            raise UnsupportedStateError("a tensor with a pending reduction (Partial placement) cannot be saved")
+        dim, count, index = placement.dim, tensor.device_mesh.size(axis), coordinate[axis]
+        chunk = -(-size[dim] // count)
+        begin = min(index * chunk, size[dim])
+        offset[dim] += begin
+        size[dim] = min(chunk, size[dim] - begin)
+    if tuple(local.shape) != tuple(size):
+        raise UnsupportedStateError(
+            f"a sharded tensor of shape {list(shape)} with placements {tensor.placements} holds {list(local.shape)} "
+            f"here, where {size} was expected"
+        )
+    box = Box(tuple(offset), tuple(size))
+    return shape, (Piece(box, local),) if box.numel else ()
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"

@@ -1,0 +1,69 @@
+"""Objects that a user registers: their state as tensors plus JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from perdure.errors import UnsupportedStateError
+from perdure.state.jsonable import from_json, to_json
+from perdure.state.shards import NamedTensor, describe
+
+__all__ = ["Stateful", "check_registered", "collect", "rebuild"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with `state_dict` and `load_state_dict` whose state is tensors, numbers, text, lists and dictionaries.
+
+    An attribute `per_rank = True` keeps one state per rank instead of one for all; such a state is
+    restored on the same number of ranks only.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+def check_registered(objects: Mapping[str, Any]) -> None:
+    """Refuses, by name, what cannot be registered.
+
+    Raises:
+        UnsupportedStateError: no `state_dict`/`load_state_dict`, or a name that cannot be stored.
+    """
+    for name, value in objects.items():
+        if not name or "@" in name:
+            raise UnsupportedStateError(f"extra: {name!r} cannot be a registered name: a non-empty text without '@'")
+        if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+            raise UnsupportedStateError(
+                f"extra: {name!r} of type {type(value).__qualname__} has no state_dict() and load_state_dict()",
+                hint="give it both, or leave it out",
+            )
+
+
+def collect(name: str, state: Any) -> tuple[Any, list[NamedTensor]]:
+    """The state of the object registered as `name`: its JSON tree and its tensors (`<name>.<path>`).
+
+    Raises:
+        UnsupportedStateError: something in it cannot be held; the message says where.
+    """
+    tensors: list[NamedTensor] = []
+    taken: set[str] = set()
+
+    def reference(tensor: Tensor, where: str) -> Any:
+        unique, count = where, 1
+        while unique in taken:
+            count += 1
+            unique = f"{where}#{count}"
+        taken.add(unique)
+        tensors.append(describe("extra", unique, tensor))
+        return {"$tensor": unique}
+
+    return to_json(state, name, reference), tensors
+
+
+def rebuild(tree: Any, tensor: Callable[[str], Tensor], name: str) -> Any:
+    """The state that `collect` was given, from its tree and its loaded tensors."""
+    return from_json(tree, tensor, f"extra: {name}")
