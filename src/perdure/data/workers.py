@@ -1,0 +1,200 @@
+"""The worker processes behind a loader: started once, reused by every pass, ended for certain.
+
+Workers ignore the signals by which a run is asked to stop: launchers send them to the whole process
+group, and the trainer must still be able to finish its step. They end when the loader closes them or
+when the training process dies.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, MutableSequence
+from dataclasses import dataclass
+from multiprocessing.sharedctypes import RawArray
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from perdure.data.fetch import BOARD_FIELDS, Delivery, Failure, Fetcher, Task
+from perdure.errors import DataError
+
+__all__ = ["Workers", "new_board"]
+
+_SIGNALS_IGNORED = ("SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
+_PR_SET_PDEATHSIG = 1
+
+
+def new_board(num_workers: int) -> Any:
+    """Shared integers: `BOARD_FIELDS` per worker, and a last one that says the loader is closing; None for none."""
+    if num_workers == 0:
+        return None
+    return RawArray(ctypes.c_int64, num_workers * BOARD_FIELDS + 1)
+
+
+class Workers:
+    """A torch DataLoader over tasks, whose workers live until `close`.
+
+    Args:
+        fetcher: what serves a task.
+        name: what the data set is called in errors.
+        num_workers: processes; 0 fetches in the caller's.
+        prefetch: tasks in flight per worker.
+        pin_memory: copy tensors into pinned memory (only where there is an accelerator).
+        board: from `new_board(num_workers)`, the one that the fetcher has.
+    """
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        *,
+        name: str,
+        num_workers: int,
+        prefetch: int,
+        pin_memory: bool,
+        board: MutableSequence[int] | None,
+    ) -> None:
+        self._name = name
+        self._board = board
+        self._num_workers = num_workers
+        self._owner = os.getpid()
+        self._tasks = _TaskStream()
+        self._iterator: Iterator[Any] | None = None
+        settings: dict[str, Any] = {}
+        if num_workers:
+            settings["prefetch_factor"] = prefetch
+            settings["persistent_workers"] = True
+            settings["worker_init_fn"] = _WorkerStart(board, os.getpid(), _in_main_thread())
+        with warnings.catch_warnings():
+            # More workers than cores is the user's choice, and changes no result.
+            warnings.filterwarnings("ignore", message=".*worker processes in total")
+            self._loader: DataLoader[Any] = DataLoader(
+                fetcher,  # type: ignore[arg-type]
+                batch_size=None,
+                sampler=self._tasks,
+                num_workers=num_workers,
+                collate_fn=_as_it_is,
+                pin_memory=pin_memory and torch.accelerator.is_available(),
+                # A generator of its own: starting a pass draws a number, which must not come from the caller's stream.
+                generator=torch.Generator(),
+                **settings,
+            )
+        atexit.register(self.close)
+
+    def start(self, tasks: Callable[[], Iterator[Task]]) -> None:
+        """Begins a new pass over tasks; what was in flight is dropped."""
+        self._tasks.make = tasks
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*worker processes in total")
+                self._iterator = iter(self._loader)
+        except RuntimeError as error:
+            raise self._died(error) from error
+
+    def next(self) -> tuple[Any, Delivery]:
+        """The next micro-batch and what was read for it.
+
+        Raises:
+            DataError: a sample cannot be read or collated, or a worker died. The workers are ended.
+        """
+        assert self._iterator is not None
+        try:
+            fetched = next(self._iterator)
+        except RuntimeError as error:
+            raise self._died(error) from error
+        if isinstance(fetched, Failure):
+            self.close()
+            fetched.raise_error()
+        data, delivery = fetched
+        return data, delivery
+
+    def close(self) -> None:
+        """Ends the workers; safe to call again."""
+        if os.getpid() != self._owner:
+            return  # a copy inherited by a forked process
+        atexit.unregister(self.close)
+        iterator, self._iterator = self._iterator, None
+        if iterator is None or self._num_workers == 0 or self._board is None:
+            return
+        pids = set(self._board[0 : self._num_workers * BOARD_FIELDS : BOARD_FIELDS])
+        self._board[self._num_workers * BOARD_FIELDS] = 1
+        shutdown = getattr(iterator, "_shutdown_workers", None)
+        self._loader._iterator = None
+        if shutdown is not None:
+            shutdown()
+        for process in multiprocessing.active_children():
+            if process.pid in pids:
+                process.kill()
+                process.join()
+
+    def _died(self, error: RuntimeError) -> DataError:
+        """A worker's death in words; the board knows which sample it had in hand."""
+        sample = ""
+        board = self._board or []
+        dead = {int(pid) for group in re.findall(r"pid(?:\(s\))? ([\d, ]+)", str(error)) for pid in group.split(",")}
+        for worker in range(self._num_workers):
+            pid, position, index = board[worker * BOARD_FIELDS : (worker + 1) * BOARD_FIELDS]
+            if pid in dead:
+                sample = f" near sample {index}, stream position {position}"
+        self.close()
+        return DataError(
+            f"{self._name}: loading failed in a worker process{sample}: {error}",
+            hint="run once with num_workers 0 to see the error itself; a worker killed by the system often means "
+            "that memory or /dev/shm is full",
+        )
+
+
+class _TaskStream:
+    """The sampler of the DataLoader: whatever tasks the present pass has."""
+
+    def __init__(self) -> None:
+        self.make: Callable[[], Iterator[Task]] = lambda: iter(())
+
+    def __iter__(self) -> Iterator[Task]:
+        return self.make()
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+
+@dataclass
+class _WorkerStart:
+    """Run first in every worker process."""
+
+    board: Any
+    parent: int
+    die_with_parent: bool
+
+    def __call__(self, worker: int) -> None:
+        self.board[worker * BOARD_FIELDS] = os.getpid()
+        for name in _SIGNALS_IGNORED:
+            number = getattr(signal, name, None)
+            if number is not None:
+                signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._terminated)
+        if self.die_with_parent and sys.platform == "linux":
+            # An orphan would go on holding what it inherited, the locks on the run's directories too.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self.parent:
+                os._exit(1)
+
+    def _terminated(self, number: int, frame: object) -> None:
+        if self.board[len(self.board) - 1]:
+            os._exit(0)
+
+
+def _in_main_thread() -> bool:
+    # Linux sends the death signal when the starting thread ends, and only the main one surely outlives the workers.
+    return threading.current_thread() is threading.main_thread()
+
+
+def _as_it_is(fetched: Any) -> Any:
+    return fetched
