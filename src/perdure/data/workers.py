@@ -16,7 +16,8 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
@@ -60,7 +61,7 @@ class Workers:
         num_workers: int,
         prefetch: int,
         pin_memory: bool,
-        board: MutableSequence[int] | None,
+        board: Any,
     ) -> None:
         self._name = name
         self._board = board
@@ -93,9 +94,11 @@ class Workers:
         """Begins a new pass over tasks; what was in flight is dropped."""
         self._tasks.make = tasks
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _deaths.raised():
                 warnings.filterwarnings("ignore", message=".*worker processes in total")
                 self._iterator = iter(self._loader)
+                if self._num_workers:
+                    _deaths.hold_back()
         except RuntimeError as error:
             raise self._died(error) from error
 
@@ -107,7 +110,8 @@ class Workers:
         """
         assert self._iterator is not None
         try:
-            fetched = next(self._iterator)
+            with _deaths.raised():
+                fetched = next(self._iterator)
         except RuntimeError as error:
             raise self._died(error) from error
         if isinstance(fetched, Failure):
@@ -116,20 +120,26 @@ class Workers:
         data, delivery = fetched
         return data, delivery
 
-    def close(self) -> None:
-        """Ends the workers; safe to call again."""
+    def close(self, *, at_once: bool = False) -> None:
+        """Ends the workers, `at_once` without waiting for the sample in hand; safe to call again."""
         if os.getpid() != self._owner:
             return  # a copy inherited by a forked process
         atexit.unregister(self.close)
         iterator, self._iterator = self._iterator, None
         if iterator is None or self._num_workers == 0 or self._board is None:
             return
-        pids = set(self._board[0 : self._num_workers * BOARD_FIELDS : BOARD_FIELDS])
         self._board[self._num_workers * BOARD_FIELDS] = 1
         shutdown = getattr(iterator, "_shutdown_workers", None)
         self._loader._iterator = None
+        if at_once:
+            self._kill()
         if shutdown is not None:
             shutdown()
+        self._kill()
+
+    def _kill(self) -> None:
+        """Kills those of the workers that still live."""
+        pids = set(self._board[0 : self._num_workers * BOARD_FIELDS : BOARD_FIELDS])
         for process in multiprocessing.active_children():
             if process.pid in pids:
                 process.kill()
@@ -144,12 +154,55 @@ class Workers:
             pid, position, index = board[worker * BOARD_FIELDS : (worker + 1) * BOARD_FIELDS]
             if pid in dead:
                 sample = f" near sample {index}, stream position {position}"
-        self.close()
+        # The dead one may have taken the lock of the queue with it, on which the others then wait.
+        self.close(at_once=True)
         return DataError(
             f"{self._name}: loading failed in a worker process{sample}: {error}",
             hint="run once with num_workers 0 to see the error itself; a worker killed by the system often means "
             "that memory or /dev/shm is full",
         )
+
+
+class _Deaths:
+    """Makes a worker's death an error of the pass that needs it, not of whatever the main thread does.
+
+    Torch raises from its SIGCHLD handler wherever the main thread is: in the middle of an update, or in
+    a collective that the other ranks have entered. Here it raises only while a pass waits for data; a
+    death in between is found when the next batch is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._torch: Callable[[int, Any], Any] | None = None
+        self._waiting = False
+
+    def hold_back(self) -> None:
+        """Puts itself before torch's handler, which stands once a first pass with workers has begun."""
+        if not _in_main_thread():
+            return
+        present = signal.getsignal(signal.SIGCHLD)
+        if present != self._handle and callable(present):
+            self._torch = present
+            signal.signal(signal.SIGCHLD, self._handle)
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """While the body runs, deaths raise RuntimeError; one that has happened already does at once."""
+        if self._torch is None or not _in_main_thread():
+            yield
+            return
+        self._waiting = True
+        try:
+            self._torch(signal.SIGCHLD, None)
+            yield
+        finally:
+            self._waiting = False
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self._waiting and self._torch is not None:
+            self._torch(number, frame)
+
+
+_deaths = _Deaths()
 
 
 class _TaskStream:

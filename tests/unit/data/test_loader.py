@@ -278,6 +278,18 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_on_close() -> None:
         assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_death_between_steps_waits_for_the_next_one() -> None:
+    with ResumableLoader(Signalled(500), global_batch_size=2, num_workers=1) as loader:
+        steps = loader.take()
+        pid = int(next(steps).micro_batches[0].data[0])
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        for _ in range(1000):
+            pass
+        with pytest.raises(DataError, match="killed"):
+            list(steps)
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(10))
