@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import traceback
+from array import array
 from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from perdure.data.randomness import collate_key, preserved_streams, sample_key, seed_streams
+from perdure.data.randomness import DrawDetector, StreamState, collate_key, preserved_streams, sample_key, seed_streams
 from perdure.errors import DataError
 
-__all__ = ["BOARD_FIELDS", "Delivery", "Failure", "Fetcher", "Order", "Task"]
+__all__ = ["BOARD_FIELDS", "Failure", "Fetcher", "Order", "Task"]
 
-# The kept stream positions of a micro-batch, as (first, last) pairs.
-Task = tuple[tuple[int, int], ...]
+# How many micro-batches are watched for draws before seeding is left off.
+_WATCHED = 4
 
 # Per worker on the shared board: process id, position and index of the sample in hand.
 BOARD_FIELDS = 3
@@ -27,16 +29,15 @@ BOARD_FIELDS = 3
 class Order(Protocol):
     """Which data set index stands at which stream position."""
 
-    def slice(self, first: int, last: int) -> list[int]:
-        """Data set indices at the stream positions [first, last)."""
+    def gather(self, runs: Sequence[tuple[int, int]]) -> list[int]:
+        """Data set indices at the stream positions of ascending ranges [first, last), in a row."""
         ...
 
 
-@dataclass(frozen=True)
-class Delivery:
-    """What was read for a task: the indices asked of the data set, in order."""
+class Task(NamedTuple):
+    """A micro-batch to read: its kept stream positions as (first, last) pairs, and the data set indices there."""
 
-    task: Task
+    runs: tuple[tuple[int, int], ...]
     ids: list[int]
 
 
@@ -66,7 +67,6 @@ class Fetcher:
 
     Args:
         dataset: anything with `__getitem__(int)`.
-        order: stream position to index.
         seed: the run's seed.
         collate: list of samples to batch.
         name: what the data set is called in errors.
@@ -77,7 +77,6 @@ class Fetcher:
     def __init__(
         self,
         dataset: Any,
-        order: Order,
         seed: int,
         collate: Callable[[list[Any]], Any],
         *,
@@ -86,45 +85,80 @@ class Fetcher:
         board: MutableSequence[int] | None = None,
     ) -> None:
         self._dataset = dataset
-        self._order = order
         self._seed = seed
         self._collate = collate
         self._name = name
-        self._draws_random = draws_random
         self._board = board
+        self._seeding = draws_random
+        # Micro-batches still to be watched for draws; None: seeding is on or off for good.
+        self._to_watch: int | None = _WATCHED if draws_random else None
+        self._detector: DrawDetector | None = None
 
-    def __getitem__(self, task: Task) -> tuple[Any, Delivery] | Failure:
+    def __getitem__(self, task: Task) -> tuple[Any, bytes] | Failure:
         worker = get_worker_info()
         if worker is not None:
-            fetched = self._fetch(task, worker.id)
-            return self._transferable(task, fetched)
-        if not self._draws_random:
+            return self._transferable(task, self._fetch(task, worker.id))
+        if not self._seeding and self._to_watch is None:
             return self._fetch(task, None)
         with preserved_streams():
             return self._fetch(task, None)
 
-    def _fetch(self, task: Task, worker: int | None) -> tuple[Any, Delivery] | Failure:
-        ids = [index for first, last in task for index in self._order.slice(first, last)]
-        positions = (position for first, last in task for position in range(first, last))
+    def _fetch(self, task: Task, worker: int | None) -> tuple[Any, bytes] | Failure:
+        """Seeding costs about ten microseconds per sample, so it is left off while nothing draws.
+
+        The first micro-batches are watched. When none of them has drawn, later ones are read unseeded,
+        and read again seeded should one of them draw after all: the outcome is the same either way.
+        """
+        if self._to_watch is None:
+            return self._read(task, worker, seeded=self._seeding)
+        if self._to_watch:
+            fetched = self._read(task, worker, seeded=True)
+            if self._to_watch:
+                self._to_watch -= 1
+            return fetched
+        detector = self._detector = self._detector or DrawDetector()
+        detector.arm()
+        fetched = self._read(task, worker, seeded=False)
+        if not detector.drawn():
+            return fetched
+        self._to_watch = None
+        return self._read(task, worker, seeded=True)
+
+    def _read(self, task: Task, worker: int | None, *, seeded: bool) -> tuple[Any, bytes] | Failure:
         samples = []
-        slot = None if worker is None or self._board is None else worker * BOARD_FIELDS
-        for position, index in zip(positions, ids, strict=True):
-            if slot is not None and self._board is not None:
-                self._board[slot + 1], self._board[slot + 2] = position, index
+        dataset, board = self._dataset, self._board if worker is not None else None
+        slot = (worker or 0) * BOARD_FIELDS
+        positions = chain.from_iterable(range(*run) for run in task.runs)
+        for position, index in zip(positions, task.ids, strict=True):
+            if board is not None:
+                board[slot + 1], board[slot + 2] = position, index
             try:
-                if self._draws_random:
-                    seed_streams(sample_key(self._seed, position))
-                samples.append(self._dataset[index])
+                if seeded:
+                    self._begin_draws(sample_key(self._seed, position))
+                samples.append(dataset[index])
+                if seeded:
+                    self._end_draws()
             except Exception as error:
                 return self._failure(error, f"{self._where(index)}, stream position {position}")
-        first, last = task[0][0], task[-1][1]
+        first, last = task.runs[0][0], task.runs[-1][1]
         try:
-            if self._draws_random:
-                seed_streams(collate_key(self._seed, first))
+            if seeded:
+                self._begin_draws(collate_key(self._seed, first))
             data = self._collate(samples)
+            if seeded:
+                self._end_draws()
         except Exception as error:
             return self._failure(error, f"collating the samples at stream positions [{first}, {last})")
-        return data, Delivery(task, ids)
+        return data, array("q", task.ids).tobytes()
+
+    def _begin_draws(self, key: int) -> None:
+        seed_streams(key)
+        if self._to_watch:
+            self._fresh = StreamState()
+
+    def _end_draws(self) -> None:
+        if self._to_watch and self._fresh != StreamState():
+            self._to_watch = None
 
     def _where(self, index: int) -> str:
         """The sample in the user's words: its index, and its file when the source knows it."""
@@ -143,7 +177,7 @@ class Fetcher:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         return Failure(f"{self._name}, {what}", text, trace, hint)
 
-    def _transferable(self, task: Task, fetched: tuple[Any, Delivery] | Failure) -> tuple[Any, Delivery] | Failure:
+    def _transferable(self, task: Task, fetched: tuple[Any, bytes] | Failure) -> tuple[Any, bytes] | Failure:
         """The batch, or a failure when it cannot leave the process: a queue would drop it and hang."""
         if isinstance(fetched, Failure):
             return fetched
@@ -154,7 +188,9 @@ class Fetcher:
                 ):
                     ForkingPickler.dumps(leaf)
         except Exception as error:
-            return self._failure(error, f"handing over stream positions [{task[0][0]}, {task[-1][1]}) from the worker")
+            return self._failure(
+                error, f"handing over stream positions [{task.runs[0][0]}, {task.runs[-1][1]}) from the worker"
+            )
         return fetched
 
 

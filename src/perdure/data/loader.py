@@ -12,6 +12,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import gcd
 from typing import Any, Protocol
 
@@ -27,6 +28,11 @@ from perdure.data.workers import Workers, new_board
 from perdure.errors import DataError, UsageError
 
 __all__ = ["MicroBatch", "ResumableLoader", "StepBatch"]
+
+Runs = tuple[tuple[int, int], ...]
+
+# Samples whose indices are computed in one go.
+_AHEAD = 2048
 
 
 class Progress(Protocol):
@@ -150,6 +156,7 @@ class ResumableLoader:
             own_order(self.seed, shuffle) if own_order else EpochOrder(self.length, self.seed, shuffle=shuffle)
         )
         self._collate = collate_fn or default_collate
+        self._share = _Share(self.plan, self._order, self.local_batch_size, self.rank, self.ranks)
         # Torch's own collate function draws nothing; a given one may.
         self._draws_random = collate_fn is not None or bool(getattr(dataset, "draws_random", True))
         self._consumed = 0
@@ -234,7 +241,6 @@ class ResumableLoader:
             board = new_board(self._num_workers)
             fetcher = Fetcher(
                 self._dataset,
-                self._order,
                 self.seed,
                 self._collate,
                 name=self._name,
@@ -250,8 +256,7 @@ class ResumableLoader:
                 board=board,
             )
             weakref.finalize(self, self._workers.close)
-        share = _Share(self.plan, self.local_batch_size, self.rank, self.ranks)
-        consumed = self._consumed
+        share, consumed = self._share, self._consumed
         try:
             self._workers.start(lambda: share.tasks(consumed, steps))
         except DataError:
@@ -263,10 +268,9 @@ class ResumableLoader:
         step = self.plan.step_range(self._consumed)
         micro_batches = []
         try:
-            for _ in range(step.global_batch_size // (self.local_batch_size * self.ranks)):
-                data, delivery = self._workers.next()
-                positions = _positions(delivery.task)
-                micro_batches.append(MicroBatch(positions[0], data, delivery.ids, positions))
+            for runs in self._share.runs_of(step):
+                data, ids = self._workers.next()
+                micro_batches.append(MicroBatch(runs[0][0], data, ids, _positions(runs)))
         except DataError:
             self._pass += 1
             self._close_workers()
@@ -306,20 +310,34 @@ class _Share:
     """Which micro-batches of which steps are this rank's."""
 
     plan: BatchPlan
+    order: Order
     local_batch_size: int
     rank: int
     ranks: int
 
     def tasks(self, consumed: int, steps: int | None) -> Iterator[Task]:
-        """The tasks of the next steps from a position, in order."""
+        """The tasks of the next steps from a position, in order.
+
+        The order is computed for several micro-batches at once, which costs a fraction of one by one.
+        """
+        ahead = self._runs(consumed, steps)
+        amount = 1
+        while bundle := list(islice(ahead, amount)):
+            ids = self.order.gather([run for runs in bundle for run in runs])
+            for number, runs in enumerate(bundle):
+                yield Task(runs, ids[number * self.local_batch_size : (number + 1) * self.local_batch_size])
+            amount = min(2 * amount, max(1, _AHEAD // self.local_batch_size))
+
+    def _runs(self, consumed: int, steps: int | None) -> Iterator[Runs]:
         done = 0
         while steps is None or done < steps:
             step = self.plan.step_range(consumed)
-            yield from self._tasks_of(step)
+            yield from self.runs_of(step)
             consumed = step.last
             done += 1
 
-    def _tasks_of(self, step: StepRange) -> Iterator[Task]:
+    def runs_of(self, step: StepRange) -> Iterator[Runs]:
+        """The kept positions of each of this rank's micro-batches of a step."""
         skips, size = self.plan.skips, self.local_batch_size
         kept = skips.kept_before(step.first)
         for number in range(self.rank, step.global_batch_size // size, self.ranks):
@@ -328,10 +346,10 @@ class _Share:
             yield tuple((run.start, run.stop) for run in skips.runs(first, last))
 
 
-def _positions(task: Task) -> Sequence[int]:
-    if len(task) == 1:
-        return range(*task[0])
-    return tuple(position for first, last in task for position in range(first, last))
+def _positions(runs: Runs) -> Sequence[int]:
+    if len(runs) == 1:
+        return range(*runs[0])
+    return tuple(position for first, last in runs for position in range(first, last))
 
 
 def _name_of(dataset: Any) -> str:

@@ -12,6 +12,7 @@ because the domain fits tightly (fewer than one index in sqrt(length)).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from math import isqrt
 from typing import TYPE_CHECKING, Any
@@ -195,16 +196,36 @@ class EpochOrder:
 
     def slice(self, first: int, last: int) -> list[int]:
         """Dataset indices at the stream positions [first, last)."""
+        return self.gather([(first, last)])
+
+    def gather(self, runs: Iterable[tuple[int, int]]) -> list[int]:
+        """Dataset indices at the stream positions of ranges [first, last), in a row; vectorised over them all."""
         indices: list[int] = []
-        while first < last:
-            epoch, start = divmod(first, self.length)
-            stop = min(self.length, start + last - first)
-            if self.shuffle:
-                indices += _permutation(self.length, self.seed, epoch).slice(start, stop)
-            else:
-                indices += range(start, stop)
-            first += stop - start
+        pieces: list[tuple[int, int]] = []
+        epoch = 0
+        for first, last in runs:
+            while first < last:
+                at, start = divmod(first, self.length)
+                stop = min(self.length, start + last - first)
+                if at != epoch:
+                    indices += self._in_epoch(epoch, pieces)
+                    epoch, pieces = at, []
+                pieces.append((start, stop))
+                first += stop - start
+        indices += self._in_epoch(epoch, pieces)
         return indices
+
+    def _in_epoch(self, epoch: int, pieces: list[tuple[int, int]]) -> list[int]:
+        if not self.shuffle or not pieces:
+            return [index for start, stop in pieces for index in range(start, stop)]
+        permutation = _permutation(self.length, self.seed, epoch)
+        if len(pieces) == 1:
+            return permutation.slice(*pieces[0])
+        import numpy as np
+
+        given = np.concatenate([np.arange(start, stop, dtype=np.uint64) for start, stop in pieces])
+        values: list[int] = permutation.batch(given).tolist()
+        return values
 
 
 def check_length(length: int) -> int:

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import warnings
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from perdure.data.fetch import BOARD_FIELDS, Delivery, Failure, Fetcher, Task
+from perdure.data.fetch import BOARD_FIELDS, Failure, Fetcher, Task
 from perdure.errors import DataError
 
 __all__ = ["Workers", "new_board"]
@@ -102,8 +103,8 @@ class Workers:
         except RuntimeError as error:
             raise self._died(error) from error
 
-    def next(self) -> tuple[Any, Delivery]:
-        """The next micro-batch and what was read for it.
+    def next(self) -> tuple[Any, list[int]]:
+        """The next micro-batch, and the data set indices that were read for it.
 
         Raises:
             DataError: a sample cannot be read or collated, or a worker died. The workers are ended.
@@ -117,8 +118,8 @@ class Workers:
         if isinstance(fetched, Failure):
             self.close()
             fetched.raise_error()
-        data, delivery = fetched
-        return data, delivery
+        data, ids = fetched
+        return data, array("q", ids).tolist()
 
     def close(self, *, at_once: bool = False) -> None:
         """Ends the workers, `at_once` without waiting for the sample in hand; safe to call again."""

@@ -202,6 +202,42 @@ def test_random_streams_follow_the_position_and_the_callers_stay() -> None:
     assert len(set(whole)) == len(whole)
 
 
+class SeldomNoisy(Numbers):
+    """Draws for some samples only, the first of them late."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        if index < 40 or index % 7:
+            return index, 0.0, 0.0, 0.0
+        stream = index % 3
+        return (
+            index,
+            random.gauss(0, 1) if stream == 0 else 0.0,
+            float(np.random.randn()) if stream == 1 else 0.0,
+            float(torch.randn(())) if stream == 2 else 0.0,
+        )
+
+
+def test_draws_that_come_late_follow_the_position_too() -> None:
+    def run(num_workers: int, first: int, steps: int) -> list[str]:
+        with ResumableLoader(
+            SeldomNoisy(150), global_batch_size=3, num_workers=num_workers, shuffle=False, collate_fn=list
+        ) as loader:
+            loader.seek(first)
+            return [str(data) for step in loader.take(steps) for data in step]
+
+    random.gauss(0, 1)
+    np.random.randn()
+    torch.randn(())
+    whole = run(0, 0, 48)
+    assert run(3, 0, 48) == whole
+    for first in (48, 63, 84, 96, 120):
+        assert run(0, first, 3) == whole[first // 3 : first // 3 + 3]
+    dataset = Numbers(100)
+    list(ResumableLoader(dataset, global_batch_size=5).take(20))
+    assert dataset.reads == 100
+
+
 def test_skip_ranges_and_ramp() -> None:
     stream = EpochOrder(50, 0)
     loader = ResumableLoader(Numbers(50), global_batch_size=4, local_batch_size=4, skip_ranges=[[6, 10]])
