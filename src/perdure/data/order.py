@@ -215,6 +215,19 @@ class EpochOrder:
         indices += self._in_epoch(epoch, pieces)
         return indices
 
+    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Dataset indices at stream positions below 2^63, given as an int64 array in any order."""
+        import numpy as np
+
+        epochs, indices = np.divmod(positions, self.length)
+        if not self.shuffle:
+            return indices
+        result = np.empty_like(indices)
+        for epoch in np.unique(epochs).tolist():
+            mine = epochs == epoch
+            result[mine] = _permutation(self.length, self.seed, epoch).batch(indices[mine])
+        return result
+
     def _in_epoch(self, epoch: int, pieces: list[tuple[int, int]]) -> list[int]:
         if not self.shuffle or not pieces:
             return [index for start, stop in pieces for index in range(start, stop)]

@@ -16,6 +16,9 @@ __all__ = ["SOURCES", "build_source", "resolve_source", "source_keys"]
 SOURCES: dict[str, tuple[str, str]] = {
     "Text": ("perdure.data.sources.text", "Text"),
     "TokenFile": ("perdure.data.sources.tokenfile", "TokenFile"),
+    "MegatronIndexed": ("perdure.data.sources.megatron", "MegatronIndexed"),
+    "BlendedMegatronDatasetDataLoader": ("perdure.data.sources.megatron", "MegatronIndexed"),
+    "Mixture": ("perdure.data.mixture", "Mixture"),
 }
 
 Fault = Callable[[str, str], ConfigError]

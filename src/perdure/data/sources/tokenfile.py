@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import numpy as np
 import torch
 
 from perdure.data.sources.base import check_seq_length, existing, files_fingerprint, next_token_sample, window_count
+from perdure.data.sources.bytefile import ByteFile
 from perdure.errors import DataError, UsageError
 
 __all__ = ["TOKEN_DTYPES", "TokenFile", "TokenFileInfo", "info_path"]
@@ -77,7 +76,8 @@ class TokenFile:
             raise UsageError(f"{info_path(self.path)} says {self.info.dtype}, but dtype is {dtype}")
         self.dtype = dtype or (self.info.dtype if self.info else "uint16")
         self._width = TOKEN_DTYPES[self.dtype].itemsize
-        size = self.path.stat().st_size
+        self._file = ByteFile(self.path)
+        size = self._file.size
         if size % self._width:
             raise DataError(f"{self.path}: {size} bytes are no whole number of {self.dtype} tokens")
         if self.info is not None and size != self.info.tokens * self._width:
@@ -85,9 +85,7 @@ class TokenFile:
                 f"{self.path}: holds {size // self._width} tokens, but {info_path(self.path)} says {self.info.tokens}",
                 hint="make both again with `perdure data prepare`",
             )
-        self._size = size
         self._length = window_count(size // self._width, seq_length, str(self.path))
-        self._descriptor: int | None = None
 
     @property
     def vocab_size(self) -> int | None:
@@ -102,13 +100,7 @@ class TokenFile:
             raise IndexError(f"sample {index} is outside [0, {self._length})")
         wanted = (self.seq_length + 1) * self._width
         offset = index * self.seq_length * self._width
-        # Not a memory map: a file that has been cut would kill the process instead of raising.
-        try:
-            content = os.pread(self._open(), wanted, offset)
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read at byte {offset}: {error.strerror or error}") from error
-        if len(content) < wanted:
-            raise DataError(f"{self.path}: ends before byte {offset + wanted}; it was {self._size} bytes long")
+        content = self._file.read(offset, wanted)
         return next_token_sample(np.frombuffer(content, dtype=TOKEN_DTYPES[self.dtype]).astype(np.int64))
 
     def identity(self) -> dict[str, Any]:
@@ -116,7 +108,7 @@ class TokenFile:
 
         The digest is that of the tokens where `perdure data prepare` noted it, else of the file's name and size.
         """
-        fingerprint = self.info.fingerprint if self.info else files_fingerprint([(self.path.name, self._size)])
+        fingerprint = self.info.fingerprint if self.info else files_fingerprint([(self.path.name, self._file.size)])
         return {
             "type": "TokenFile",
             "length": self._length,
@@ -128,15 +120,6 @@ class TokenFile:
     def whereabouts(self, index: int) -> str:
         """The file and the byte at which a sample starts."""
         return f"{self.path} at byte {index * self.seq_length * self._width}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_descriptor": None}
-
-    def _open(self) -> int:
-        if self._descriptor is None:
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._descriptor)
-        return self._descriptor
 
 
 def info_path(path: Path) -> Path:

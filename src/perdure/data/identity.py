@@ -1,0 +1,49 @@
+"""Whether data are still those that a checkpoint was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["differences"]
+
+
+def differences(saved: Mapping[str, Any], present: Mapping[str, Any], *, consumed_samples: int = 0) -> list[str]:
+    """What has changed between two identities of a data set, as `key: saved -> present`; empty when nothing.
+
+    A mixture may gain sources at the end of its list, and changes of weights at positions that are not
+    consumed yet: then every sample consumed so far is still where it was.
+
+    Args:
+        saved: `ResumableLoader.identity()` as the checkpoint holds it.
+        present: the same of the data at hand.
+        consumed_samples: the position of the checkpoint.
+    """
+    if saved.get("type") == present.get("type") == "Mixture" and _mixture_goes_on(saved, present, consumed_samples):
+        return []
+    keys = [*saved, *(key for key in present if key not in saved)]
+    return [
+        f"{key}: {_shown(saved.get(key))} -> {_shown(present.get(key))}"
+        for key in keys
+        if saved.get(key) != present.get(key)
+    ]
+
+
+def _mixture_goes_on(saved: Mapping[str, Any], present: Mapping[str, Any], consumed_samples: int) -> bool:
+    before, after = list(saved.get("sources", ())), list(present.get("sources", ()))
+    if after[: len(before)] != before:
+        return False
+    old, new = list(saved.get("weights", ())), list(present.get("weights", ()))
+    if len(old) > len(new):
+        return False
+    # A weight of 0 for a source added later says nothing about the past.
+    same = all(
+        at == new_at and weights == new_weights[: len(weights)] and set(new_weights[len(weights) :]) <= {"0"}
+        for (at, weights), (new_at, new_weights) in zip(old, new, strict=False)
+    )
+    return same and all(at >= consumed_samples for at, _ in new[len(old) :])
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
