@@ -30,18 +30,19 @@ class OptimizerView:
     """An optimizer as the checkpoint sees it.
 
     `optimizer` holds groups and state; `names` gives each of its parameters (a master stands for its
-    model parameter) a fully qualified name; `masters` are the FP32 copies by that name; `type` is the
-    name that a resume compares.
+    model parameter) a fully qualified name; `masters` are the FP32 copies by that name; `named` is the
+    optimizer whose type a resume compares (default: `optimizer`).
     """
 
     optimizer: Any
     names: Mapping[int, str]
     masters: Mapping[str, Tensor] = field(default_factory=dict)
+    named: Any = None
 
     @property
     def type(self) -> str:
-        """Class name of the optimizer."""
-        return type(self.optimizer).__name__
+        """Class name of the optimizer that does the arithmetic."""
+        return type(self.optimizer if self.named is None else self.named).__name__
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         """(name, parameter) of all groups, in order.

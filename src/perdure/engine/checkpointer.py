@@ -1,0 +1,343 @@
+"""Saving and resuming for a training loop: what the Trainer uses, and a loop of one's own can."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from perdure.catalog.publish import Staging, stage
+from perdure.config.schema import CheckpointConfig
+from perdure.engine.live import Live
+from perdure.engine.plan import Planner
+from perdure.engine.progress import Progress
+from perdure.engine.ranks import Ranks
+from perdure.engine.restore import Loaded, Restore
+from perdure.engine.save import Identity, SaveJob, entries_of
+from perdure.engine.saveroot import SaveRoot
+from perdure.engine.staging import Staging as Snapshot
+from perdure.engine.writer import WriteBuffers
+from perdure.errors import SaveError
+from perdure.format.commit import CommitRecord
+from perdure.storage.base import Storage
+from perdure.storage.local import LocalStorage
+
+__all__ = ["Checkpointer", "Loaded"]
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class _Underway:
+    job: SaveJob
+    thread: threading.Thread
+    started: float
+    commit: CommitRecord | None = None
+    error: BaseException | None = None
+
+
+class Checkpointer:
+    """Saves a run and finds it again.
+
+    Args:
+        config: the `checkpoint` section.
+        model: parameters and persistent buffers are saved by fully qualified name.
+        optimizer: any torch optimizer; its state is saved by parameter name.
+        extra: registered objects with `state_dict` and `load_state_dict`, by name.
+        training: called at each save for what else a resume must compare; JSON-able.
+        restore_settings: a full load restores parameter-group settings as saved.
+        ranks: the job's ranks (default: torch.distributed if it is initialised).
+        storage: where bytes live (default: this machine's file system).
+        default_path: stands for an empty `save_path`.
+        before_commit: makes the ledger durable; gives its length and digest.
+        say: receives one line per event worth telling (default: stderr, on rank 0).
+
+    Raises:
+        UnsupportedStateError: a registered object cannot be saved.
+        RootLockedError: another living run saves below the same root.
+        UsageError: `save_path` cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        model: nn.Module,
+        optimizer: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        training: Callable[[], dict[str, Any]] = dict,
+        restore_settings: bool = True,
+        ranks: Ranks | None = None,
+        storage: Storage | None = None,
+        default_path: str = "./output/checkpoint",
+        attempt: str | None = None,
+        before_commit: Callable[[], tuple[int, str]] = lambda: (0, ""),
+        say: Say | None = None,
+    ) -> None:
+        self.config = config
+        self.ranks = ranks or Ranks()
+        self.loaded: Loaded | None = None
+        self.last_commit: CommitRecord | None = None
+        self.last_saved_step = -1
+        self.last_stall_s = self.last_save_s = 0.0
+        self._say = say or (print_line if self.ranks.is_first else lambda line: None)
+        self._training, self._restore_settings, self._before_commit = training, restore_settings, before_commit
+        self._live = Live(model, optimizer, extra or {})
+        self.attempt = attempt or self.ranks.decide(lambda: uuid.uuid4().hex[:12], "agreeing on the attempt")
+        self._save_root = SaveRoot(
+            config, config.save_path or default_path, storage or LocalStorage(), self.ranks, self.attempt, self._say
+        )
+        self._planner = Planner(self.ranks, config.remove_redundancy)
+        self._buffers: WriteBuffers | None = None
+        self._snapshot = Snapshot()
+        self._underway: _Underway | None = None
+
+    @property
+    def path(self) -> str:
+        """The save root."""
+        return self._save_root.root.path
+
+    @property
+    def lineage(self) -> str:
+        """Id of the run, drawn at step 0; empty until `load` or the first save settles it."""
+        return self._save_root.lineage
+
+    @property
+    def parent(self) -> int:
+        """Sequence that the next save descends from; 0 for none."""
+        return self._save_root.parent
+
+    # ---- loading
+
+    def load(self, checkpoint_path: str | None = None) -> Progress:
+        """Resumes as the configuration says; zero progress on a first start, never a guess.
+
+        Args:
+            checkpoint_path: wins over `load_path`.
+
+        Raises:
+            CheckpointNotFoundError: a path was given and nothing committed is there.
+            MismatchError: the checkpoint is of another model, optimizer or layout; nothing was changed.
+            DamagedCheckpointError: the contents are not what was written, and no sound parent is left.
+        """
+        restore = Restore(
+            self.config,
+            self._live,
+            self._save_root,
+            self.ranks,
+            restore_settings=self._restore_settings,
+            say=self._say,
+        )
+        self.loaded = loaded = restore.run(checkpoint_path)
+        if loaded is None:
+            self._save_root.start_fresh()
+            return Progress()
+        if loaded.weights_only:
+            self._save_root.start_fresh()
+        else:
+            self._save_root.go_on_from(loaded.root, loaded.path, loaded.lineage, loaded.sequence)
+            if loaded.root == self.path:
+                self.last_saved_step = loaded.progress.global_step
+        self._save_root.event(
+            "load", path=loaded.path, step=loaded.progress.global_step, sequence=loaded.sequence, notes=loaded.notes
+        )
+        return Progress() if loaded.weights_only else loaded.progress
+
+    # ---- saving
+
+    def step(self, progress: Progress) -> bool:
+        """To be called after each optimizer step: saves when one is due, surfaces errors of background saves.
+
+        Returns whether a save was started.
+
+        Raises:
+            SaveError: this or an earlier save failed (with `on_save_error: warn` it is said and the run goes on).
+        """
+        self.poll()
+        due = progress.global_step % self.config.save_interleaved_steps == 0 and progress.global_step > 0
+        return self.config.enable_save and due and self.save(progress)
+
+    def save(self, progress: Progress, *, wait: bool | None = None) -> bool:
+        """Saves now; a step that was just saved or loaded is not saved again.
+
+        Args:
+            wait: return only when the commit is visible (default: unless `async_save`).
+        """
+        if not self.config.enable_save or progress.global_step == self.last_saved_step:
+            if wait:
+                self.wait()
+            return False
+        self.wait()
+        if not self._save_root.started:
+            self._save_root.start_fresh()
+        started = time.monotonic()
+        try:
+            job = self._prepare(progress)
+            self.last_saved_step = progress.global_step
+            background = self.config.async_save if wait is None else not wait
+            if background:
+                self._start(job, started)
+            else:
+                self._settle(job, self._run_together(job), started)
+        except SaveError as error:
+            self._failed(error)
+        self.last_stall_s = time.monotonic() - started
+        return True
+
+    def poll(self) -> None:
+        """Takes note of a background save that has ended; raises what it raised, on every rank.
+
+        A job of several ranks exchanges one small message here while a save is under way.
+        """
+        if self._underway is None:
+            return
+        done = not self._underway.thread.is_alive()
+        if all(self.ranks.gather(done, "polling the background save")):
+            self._finish_underway()
+
+    def wait(self) -> None:
+        """Waits for the save under way, if there is one; raises what it raised."""
+        if self._underway is not None:
+            self._underway.thread.join()
+            self.ranks.barrier("waiting for the background save")
+            self._finish_underway()
+
+    def close(self) -> None:
+        """Waits for the save under way and gives the root back."""
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # The first error is the one to be told; a save under way is still let finish.
+        if self._underway is not None:
+            self._underway.thread.join()
+        self._release()
+
+    def _prepare(self, progress: Progress) -> SaveJob:
+        state, tensors = self._live.collect(self.ranks, with_optimizer=not self.config.no_save_optim)
+        training = {**self._training(), **state}
+        plan = self._planner.plan(tensors)
+        identity = Identity(self.lineage, self._save_root.sequence + 1, self.parent, self.attempt)
+
+        def make() -> str:
+            self._save_root.check_room(sum(plan.bytes_of(r) for r in range(self.ranks.size)), progress.global_step)
+            staging = stage(self._save_root.root, progress.global_step, self.attempt, identity.sequence)
+            return str(staging.path)
+
+        try:
+            path = self.ranks.decide(make, "preparing the save", str)
+        except OSError as error:
+            if isinstance(error, SaveError):
+                raise
+            raise SaveError(f"step {progress.global_step} could not be saved below {self.path}: {error}") from error
+        return SaveJob(
+            root=self._save_root.root,
+            staging=Staging(self._save_root.root, path, progress.global_step, self.attempt, identity.sequence),
+            identity=identity,
+            plan=plan,
+            rank=self.ranks.rank,
+            ranks=self.ranks.size,
+            prefix=self.config.prefix or "checkpoint",
+            entries=entries_of(plan, self.ranks.rank, tensors),
+            common=progress.common(),
+            training=training,
+            lock=self._save_root.lock,
+            before_commit=self._before_commit,
+        )
+
+    def _run_together(self, job: SaveJob) -> CommitRecord | None:
+        def work() -> CommitRecord | None:
+            commit = job.run(self._write_buffers())
+            while not self.ranks.is_first and self._save_root.root.storage.exists(job.staging.path):
+                time.sleep(0.002)
+            return commit
+
+        return self.ranks.together(work, f"saving step {job.common.global_step}")
+
+    def _start(self, job: SaveJob, started: float) -> None:
+        rows = [row for section in job.entries.values() for row in section]
+        copies = self._snapshot.snapshot([row.file for row in rows])
+        for row, copy in zip(rows, copies, strict=True):
+            row.file = copy
+        buffers = self._write_buffers()
+
+        def work() -> None:
+            try:
+                underway.commit = job.run(buffers)
+            except BaseException as error:
+                underway.error = error
+
+        thread = threading.Thread(target=work, name=f"perdure-save-{job.common.global_step}", daemon=False)
+        underway = _Underway(job, thread, started)
+        self._underway = underway
+        thread.start()
+
+    def _finish_underway(self) -> None:
+        underway, self._underway = self._underway, None
+        if underway is None:
+            return
+        try:
+            self.ranks.agree(underway.error, f"saving step {underway.job.common.global_step}")
+            self._settle(underway.job, underway.commit, underway.started)
+        except SaveError as error:
+            self._failed(error)
+
+    def _settle(self, job: SaveJob, commit: CommitRecord | None, started: float) -> None:
+        """A save is committed: the numbers move on, old iterations go."""
+        self._save_root.sequence = self._save_root.parent = job.identity.sequence
+        self.last_save_s = time.monotonic() - started
+        self.last_commit = commit
+        if commit is None:
+            return
+        self._save_root.event(
+            "save",
+            step=commit.iteration,
+            sequence=commit.sequence,
+            bytes=commit.size,
+            seconds=round(self.last_save_s, 3),
+        )
+        self._save_root.retain()
+
+    def _failed(self, error: SaveError) -> None:
+        self.last_saved_step = -1
+        self._save_root.event("save_failed", why=error.message)
+        if self.config.on_save_error == "warn":
+            self._say(f"warning: {error.message}; the run goes on without it (on_save_error: warn)")
+            return
+        raise error
+
+    # ---- the root, and whose it is
+
+    def _release(self) -> None:
+        if self._buffers is not None:
+            self._buffers.close()
+            self._buffers = None
+        self._save_root.release()
+
+    def _write_buffers(self) -> WriteBuffers:
+        if self._buffers is None:
+            self._buffers = WriteBuffers()
+        return self._buffers
+
+
+def print_line(line: str) -> None:
+    """One line on stderr."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

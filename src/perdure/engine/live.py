@@ -1,0 +1,126 @@
+"""The live objects of a run, as a checkpoint sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+from torch import nn
+
+from perdure.engine.ranks import Ranks
+from perdure.engine.writer import memory_of
+from perdure.errors import SaveError
+from perdure.state.model import extra_states, model_tensors, parameter_names
+from perdure.state.optimizer import OptimizerView, collect_optimizer
+from perdure.state.shards import NamedTensor
+from perdure.state.stateful import check_registered, collect
+
+__all__ = ["Live"]
+
+
+class Live:
+    """Model, optimizer and registered objects.
+
+    Raises:
+        UnsupportedStateError: a registered object cannot be saved.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, extra: Mapping[str, Any]) -> None:
+        check_registered(extra)
+        self.model, self.optimizer, self.extra = model, optimizer, dict(extra)
+
+    def view(self) -> OptimizerView | None:
+        """The optimizer with the names of its parameters, or None without one."""
+        if self.optimizer is None:
+            return None
+        names = parameter_names(self.model)
+        masters = {}
+        if hasattr(self.optimizer, "main_params"):
+            masters = {names[id(p)]: m for p, m in self.optimizer.main_params().items() if id(p) in names}
+        return OptimizerView(self.optimizer, names, masters, getattr(self.optimizer, "inner", self.optimizer))
+
+    def registered(self) -> dict[str, Any]:
+        """The registered objects, and the modules of the model that keep state of their own."""
+        modules = extra_states(self.model)
+        return {**self.extra, **{f"model.{name}": _ModuleState(m) for name, m in modules.items()}}
+
+    def collect(self, ranks: Ranks, *, with_optimizer: bool) -> tuple[dict[str, Any], list[NamedTensor]]:
+        """What metadata.json says of the state, and every tensor of it that this rank holds.
+
+        Raises:
+            UnsupportedStateError: something cannot be held; it is named.
+            SaveError: a replicated object differs between ranks.
+        """
+
+        def own() -> tuple[dict[str, Any], list[NamedTensor], list[_Collected]]:
+            training: dict[str, Any] = {"ranks": ranks.size}
+            tensors = model_tensors(self.model)
+            view = self.view()
+            if view is not None and with_optimizer:
+                training["optimizer"], state = collect_optimizer(view)
+                tensors += state
+            return training, tensors, [_collect(name, value, ranks.rank) for name, value in self.registered().items()]
+
+        training, tensors, objects = ranks.together(own, "collecting the state")
+        if objects:
+            shared = ranks.gather([o.shared for o in objects], "collecting objects")
+            training["extra"] = ranks.together(lambda: _agree(objects, shared), "comparing objects")
+            for held in objects:
+                tensors += held.tensors
+        return training, tensors
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """One object's state on this rank; `shared` is what the other ranks need of it: its tree, or a digest."""
+
+    name: str
+    per_rank: bool
+    tree: Any
+    tensors: list[NamedTensor]
+    shared: Any
+
+
+def _collect(name: str, value: Any, rank: int) -> _Collected:
+    per_rank = bool(getattr(value, "per_rank", False))
+    tree, tensors = collect(f"{name}@{rank}" if per_rank else name, value.state_dict())
+    return _Collected(name, per_rank, tree, tensors, tree if per_rank else _digest(tree, tensors))
+
+
+def _agree(objects: list[_Collected], shared: list[list[Any]]) -> dict[str, Any]:
+    """What metadata.json says of the objects; a replicated one must be the same everywhere."""
+    described = {}
+    for number, held in enumerate(objects):
+        everywhere = [ranks_objects[number] for ranks_objects in shared]
+        if not held.per_rank and len(set(everywhere)) > 1:
+            raise SaveError(
+                f"`{held.name}` differs between ranks, but is saved once for all",
+                hint="set `per_rank = True` on the object to save each rank's own",
+            )
+        trees = everywhere if held.per_rank else [held.tree]
+        described[held.name] = {"mode": "per_rank" if held.per_rank else "replicated", "trees": trees}
+    return described
+
+
+class _ModuleState:
+    """A module's own extra state, as a registered object."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self._module.get_extra_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._module.set_extra_state(state["value"])
+
+
+def _digest(tree: Any, tensors: list[NamedTensor]) -> str:
+    hasher = xxhash.xxh3_128(repr(tree).encode())
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            plain = piece.tensor.contiguous().cpu()
+            hasher.update(memory_of(plain))
+    return hasher.hexdigest()

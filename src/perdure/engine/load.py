@@ -1,0 +1,225 @@
+"""One iteration into live objects: everything is found and compared first, then read, then set."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perdure.engine.reader import Fill, ShardSource, read_tensors
+from perdure.errors import DamagedCheckpointError, MismatchError
+from perdure.format.dtypes import BY_SAFETENSORS
+from perdure.format.metadata import CheckpointMetadata, Section, TensorRecord
+from perdure.state.optimizer import OptimizerRestore, OptimizerView, prepare_optimizer
+from perdure.state.shards import NamedTensor, Piece, describe
+from perdure.state.stateful import rebuild
+
+__all__ = ["LoadPlan", "few", "match_model"]
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass
+class LoadPlan:
+    """What a load will do; made before anything changes, so that a mismatch changes nothing.
+
+    `notes` are lines for the user. After `read`, `finish` sets optimizer and registered objects.
+    """
+
+    where: str
+    fills: list[Fill] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    optimizer: OptimizerRestore | None = None
+    objects: list[Callable[[], None]] = field(default_factory=list)
+
+    def add_model(self, tensors: Sequence[NamedTensor], records: Mapping[str, TensorRecord]) -> None:
+        """The model's tensors, all of them or a `MismatchError`."""
+        self.fills += match_model(tensors, records, self.where, self.notes)
+
+    def add_optimizer(self, view: OptimizerView, metadata: CheckpointMetadata, *, restore_settings: bool) -> None:
+        """The optimizer's state.
+
+        Raises:
+            MismatchError: the checkpoint has none, or another optimizer's.
+        """
+        described = metadata.training.get("optimizer")
+        if not isinstance(described, dict):
+            raise MismatchError(
+                f"{self.where} holds no optimizer state (it was saved with no_save_optim, or by another program)",
+                hint="to start from its weights only, set checkpoint.no_load_optim=True; to be able to resume, "
+                "save with checkpoint.no_save_optim=False",
+            )
+        try:
+            restore = prepare_optimizer(view, described, metadata.optimizer, restore_settings=restore_settings)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, MismatchError | DamagedCheckpointError):
+                raise
+            raise DamagedCheckpointError(f"{self.where}: training.optimizer is malformed: {error!r}") from None
+        self.optimizer = restore
+        self.notes += restore.notes
+        self._add("optimizer", restore.targets, metadata.optimizer)
+
+    def add_object(self, name: str, value: Any, metadata: CheckpointMetadata, rank: int, ranks: int) -> None:
+        """A registered object; one that the checkpoint lacks is reported and left as it is."""
+        saved = metadata.training.get("extra", {}).get(name)
+        if saved is None:
+            self.notes.append(
+                f"`{name}` is not in the checkpoint: it starts as it was built, so the resume is not exact"
+            )
+            return
+        trees = saved["trees"]
+        if saved["mode"] == "per_rank" and len(trees) != ranks:
+            merge = getattr(value, "merge_state_dicts", None)
+            if merge is None:
+                raise MismatchError(
+                    f"`{name}` was saved once per rank by {len(trees)} ranks, and there are {ranks} now",
+                    hint=f"run on {len(trees)} ranks, or give `{name}` a merge_state_dicts(states, rank, ranks)",
+                )
+            states = [self._state(name, tree, metadata) for tree in trees]
+            self.objects.append(lambda: value.load_state_dict(merge([s() for s in states], rank, ranks)))
+            return
+        state = self._state(name, trees[rank if saved["mode"] == "per_rank" else 0], metadata)
+        self.objects.append(lambda: value.load_state_dict(state()))
+
+    def _state(self, name: str, tree: Any, metadata: CheckpointMetadata) -> Callable[[], Any]:
+        tensors: dict[str, Tensor] = {}
+        for reference in _references(tree):
+            record = metadata.extra.get(reference)
+            if record is None:
+                raise DamagedCheckpointError(f"{self.where}: extra: {reference}: named by `{name}`, but not there")
+            shape = record.shape[:-1] if record.logical.startswith("complex") else record.shape
+            dtype = getattr(torch, record.logical or BY_SAFETENSORS[record.dtype].torch)
+            tensors[reference] = torch.empty(shape, dtype=dtype)
+        self._add("extra", [describe("extra", key, t) for key, t in tensors.items()], metadata.extra)
+        return lambda: rebuild(tree, lambda reference: tensors[reference], name)
+
+    def _add(self, section: Section, tensors: Sequence[NamedTensor], records: Mapping[str, TensorRecord]) -> None:
+        pieces: dict[str, list[Piece]] = defaultdict(list)
+        for tensor in tensors:
+            pieces[tensor.name].extend(tensor.pieces)
+        self.fills += [Fill(section, name, records[name], tuple(held)) for name, held in pieces.items()]
+
+    def read(
+        self, source: ShardSource, *, threads: int, verify: bool, progress: Callable[[int], None] | None = None
+    ) -> int:
+        """Fills all tensors; returns the bytes read."""
+        return read_tensors(source, self.fills, threads=threads, verify=verify, progress=progress)
+
+    def finish(self) -> None:
+        """Sets what was read aside: optimizer state, then the registered objects."""
+        if self.optimizer is not None:
+            self.optimizer.install()
+        for load in self.objects:
+            load()
+
+
+def match_model(
+    tensors: Sequence[NamedTensor], records: Mapping[str, TensorRecord], where: str, notes: list[str]
+) -> list[Fill]:
+    """Pairs live tensors with the checkpoint's, by name or alias.
+
+    Raises:
+        MismatchError: short: counts, the first names, both shapes, the likely cause.
+    """
+    canonical = {alias: name for name, record in records.items() for alias in (name, *record.aliases)}
+    fills, missing, shapes, cast = [], [], [], []
+    used: set[str] = set()
+    for tensor in tensors:
+        found = [canonical[n] for n in (tensor.name, *tensor.aliases) if n in canonical]
+        if not found:
+            missing.append(tensor.name)
+            continue
+        if len(set(found)) > 1:
+            raise MismatchError(
+                f"{where} holds {few(sorted(set(found)))} as separate tensors, which the model ties to one",
+                hint="build the model with the same tying (for the decoder: model.tie_word_embeddings)",
+            )
+        record = records[found[0]]
+        used.add(found[0])
+        if tuple(record.shape) != tensor.shape or record.logical != tensor.logical:
+            shapes.append((tensor, record))
+            continue
+        if record.dtype != tensor.dtype:
+            if record.dtype not in _FLOATS or tensor.dtype not in _FLOATS:
+                shapes.append((tensor, record))
+                continue
+            cast.append(f"{tensor.name} {record.dtype} -> {tensor.dtype}")
+        fills.append(Fill("model", found[0], record, tensor.pieces))
+    unexpected = sorted(set(records) - used)
+    if missing or unexpected or shapes:
+        raise _mismatch(where, missing, unexpected, shapes)
+    if cast:
+        notes.append(f"{len(cast)} tensors were converted: {few(cast)}")
+    return fills
+
+
+def _mismatch(
+    where: str, missing: list[str], unexpected: list[str], shapes: list[tuple[NamedTensor, TensorRecord]]
+) -> MismatchError:
+    lines = [f"{where} does not fit the model; nothing was loaded"]
+    if missing:
+        lines.append(f"  {len(missing)} tensors of the model are not in the checkpoint: {few(missing)}")
+    if unexpected:
+        lines.append(f"  {len(unexpected)} tensors of the checkpoint are not in the model: {few(unexpected)}")
+    for tensor, record in shapes[:5]:
+        lines.append(
+            f"  {tensor.name}: {record.dtype} {list(record.shape)} in the checkpoint, "
+            f"{tensor.dtype} {list(tensor.shape)} in the model"
+        )
+    if len(shapes) > 5:
+        lines.append(f"  and {len(shapes) - 5} more of another shape or dtype")
+    return MismatchError("\n".join(lines), hint=_cause(missing, unexpected, shapes))
+
+
+def _cause(missing: list[str], unexpected: list[str], shapes: list[tuple[NamedTensor, TensorRecord]]) -> str:
+    prefixes = _renamed_prefix(missing, unexpected)
+    if prefixes is not None:
+        return f"names differ by a prefix: {prefixes[1]!r} in the checkpoint, {prefixes[0]!r} in the model"
+    if shapes and not missing and not unexpected:
+        sizes = {prod(t.shape) > prod(r.shape) for t, r in shapes}
+        larger = "larger" if sizes == {True} else "smaller" if sizes == {False} else "other"
+        return f"the model has {larger} sizes than the one saved: compare the model section of both configurations"
+    if missing and not unexpected:
+        return "the model has more layers or modules than the one saved"
+    if unexpected and not missing:
+        return "the model has fewer layers or modules than the one saved"
+    return "the checkpoint is of another model: `perdure inspect` lists its tensors"
+
+
+def _renamed_prefix(missing: list[str], unexpected: list[str]) -> tuple[str, str] | None:
+    """(prefix in the model, prefix in the checkpoint) that turns one list of names into the other."""
+    if not missing or len(missing) != len(unexpected):
+        return None
+    a, b = sorted(missing)[0], sorted(unexpected)[0]
+    tail = 0
+    while tail < min(len(a), len(b)) and a[-1 - tail] == b[-1 - tail]:
+        tail += 1
+    here, there = a[: len(a) - tail], b[: len(b) - tail]
+    renamed = {there + n[len(here) :] for n in missing if n.startswith(here)}
+    return (here, there) if renamed == set(unexpected) else None
+
+
+def _references(tree: Any) -> list[str]:
+    found: list[str] = []
+    stack = [tree]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            if set(value) == {"$tensor"} and isinstance(value["$tensor"], str):
+                found.append(value["$tensor"])
+            else:
+                stack.extend(value.values())
+        elif isinstance(value, list):
+            stack.extend(value)
+    return found
+
+
+def few(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many more."""
+    shown = ", ".join(n if len(n) <= 100 else n[:97] + "..." for n in names[:most])
+    return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"

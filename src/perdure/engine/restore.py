@@ -1,0 +1,251 @@
+"""Finding the iteration that a run resumes from, and loading it: RESUME.md's order, 1 to 5."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from perdure.catalog.choose import choose, fallback, locate
+from perdure.catalog.events import mark_damaged
+from perdure.catalog.read import IterationContent, open_shards, read_iteration
+from perdure.catalog.root import Iteration, Root
+from perdure.config.schema import CheckpointConfig
+from perdure.engine.live import Live
+from perdure.engine.load import LoadPlan
+from perdure.engine.progress import Progress
+from perdure.engine.ranks import Ranks
+from perdure.engine.saveroot import SaveRoot
+from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError, UsageError
+from perdure.state.model import model_tensors, parameter_names
+
+__all__ = ["Loaded", "Restore"]
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Loaded:
+    """What a load found and did.
+
+    `sequence` is 0 for a foreign checkpoint; `weights_only` means that the run starts at step 0.
+    """
+
+    path: str
+    root: str
+    progress: Progress
+    training: dict[str, Any]
+    weights_only: bool
+    sequence: int = 0
+    lineage: str = ""
+    ranks: int = 1
+    bytes_read: int = 0
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+
+class Restore:
+    """One load into live objects, agreed on by all ranks.
+
+    Args:
+        restore_settings: set parameter-group settings as saved.
+        say: receives warnings.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        live: Live,
+        save_root: SaveRoot,
+        ranks: Ranks,
+        *,
+        restore_settings: bool,
+        say: Any,
+    ) -> None:
+        self._config, self._live, self._save_root, self._ranks = config, live, save_root, ranks
+        self._restore_settings, self._say = restore_settings, say
+
+    def run(self, checkpoint_path: str | None) -> Loaded | None:
+        """What was loaded, or None for a fresh start."""
+        started = time.monotonic()
+        found = self._ranks.decide(lambda: self._find(checkpoint_path), "looking for a checkpoint", dict[str, Any])
+        if not found:
+            return None
+        for warning in found["warnings"]:
+            self._say(f"warning: {warning}")
+        source = Root(found["root"], self._save_root.root.storage)
+        iteration = self._iteration(source, found["dirname"])
+        loaded = self._load_or_fall_back(source, iteration, found["named"], found["weights_only"])
+        loaded.seconds = time.monotonic() - started
+        return loaded
+
+    def _find(self, checkpoint_path: str | None) -> dict[str, Any]:
+        """Which iteration to load, or {} for a fresh start; decided on rank 0."""
+        config, path = self._config, checkpoint_path or self._config.load_path
+        own = self._save_root.iterations()
+        if config.auto_resume:
+            inside = bool(path) and self._save_root.contains(path)
+            if inside and parse_iteration_dirname(os.path.basename(os.path.normpath(path))) is not None:
+                raise UsageError(
+                    f"{path} names one iteration of the root that auto_resume would continue",
+                    hint=f"perdure rewind {self._save_root.root.path} --to N, then start again with auto_resume",
+                )
+            if own:
+                return self._choice(self._save_root.root, None, weights_only=False)
+            if inside and (os.path.abspath(path) == self._save_root.root.path or not os.path.lexists(path)):
+                return {}
+        if not path:
+            return {}
+        try:
+            located = locate(path, self._save_root.root.storage)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(
+                error.message,
+                hint=error.hint or "for a first start leave load_path empty, or set checkpoint.auto_resume=True",
+            ) from None
+        return self._choice(located.root, located.iteration, weights_only=config.no_load_optim)
+
+    def _choice(self, root: Root, named: Iteration | None, *, weights_only: bool) -> dict[str, Any]:
+        warnings: list[str] = []
+        if named is None:
+            choice = choose(root, load_healthy=self._config.load_healthy, exclude=self._save_root.damaged(root))
+            named, explicit, warnings = choice.iteration, False, choice.warnings
+        else:
+            explicit = True
+        return {
+            "root": root.path,
+            "dirname": named.dirname,
+            "named": explicit,
+            "warnings": warnings,
+            "weights_only": weights_only,
+        }
+
+    def _iteration(self, root: Root, dirname: str) -> Iteration:
+        return self._ranks.together(lambda: _by_name(root, dirname), "finding the checkpoint")
+
+    def _load_or_fall_back(self, source: Root, iteration: Iteration, named: bool, weights_only: bool) -> Loaded:
+        while True:
+            try:
+                return self._load_one(source, iteration, weights_only)
+            except DamagedCheckpointError as error:
+                text = error.message
+                hint = f"perdure verify --read-data {iteration.path}"
+                if self._ranks.is_first and self._config.enable_save:
+                    with contextlib.suppress(OSError):
+                        mark_damaged(self._save_root.root, iteration, text)
+                if named or self._config.on_corrupt == "error":
+                    raise DamagedCheckpointError(text, hint=hint, file=error.file, tensor=error.tensor) from error
+                excluded = self._save_root.damaged(source) | {iteration.commit.digest}
+                older = self._ranks.decide(partial(_older, source, iteration, excluded), "falling back", str)
+                if not older:
+                    raise DamagedCheckpointError(f"{text}; no sound earlier iteration is left", hint=hint) from error
+                self._say(f"warning: {text}; going back to {older}")
+                self._save_root.event("fallback", damaged=iteration.dirname, to=older, why=text)
+                iteration = self._iteration(source, older)
+
+    def _load_one(self, source: Root, iteration: Iteration, weights_only: bool) -> Loaded:
+        started = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(
+                self._ranks.together(lambda: source.open(iteration), "opening the checkpoint")
+            )
+            content = self._ranks.together(lambda: read_iteration(directory), "reading the metadata")
+            plan = self._ranks.together(
+                lambda: self._plan_load(content, iteration.path, weights_only), "comparing checkpoint and model"
+            )
+            files = stack.enter_context(
+                self._ranks.together(lambda: open_shards(directory, content), "opening the shards")
+            )
+            threads = max(2, self._config.reshard_worker_num)
+            verify = self._config.verify_on_load != "off"
+
+            def read() -> int:
+                if self._config.verify_on_load == "first":
+                    _check_everything(files, content)
+                return plan.read(files, threads=threads, verify=verify)
+
+            count = self._ranks.together(read, "loading")
+            self._ranks.together(plan.finish, "setting the loaded state")
+        notes = [*plan.notes, *self._align_masters(plan, weights_only)]
+        return Loaded(
+            path=iteration.path,
+            root=source.path,
+            progress=Progress.from_common(content.common),
+            training=content.metadata.training,
+            weights_only=weights_only,
+            sequence=content.commit.sequence,
+            lineage=content.commit.lineage,
+            ranks=content.commit.ranks,
+            bytes_read=count,
+            seconds=time.monotonic() - started,
+            notes=notes,
+        )
+
+    def _plan_load(self, content: IterationContent, where: str, weights_only: bool) -> LoadPlan:
+        plan = LoadPlan(where)
+        plan.add_model(model_tensors(self._live.model), content.metadata.model)
+        if weights_only:
+            return plan
+        view = self._live.view()
+        if view is None:
+            raise MismatchError(
+                f"{where} is to be resumed fully, but there is no optimizer to restore",
+                hint="pass the optimizer, or take the weights only: checkpoint.no_load_optim=True",
+            )
+        plan.add_optimizer(view, content.metadata, restore_settings=self._restore_settings)
+        registered = self._live.registered()
+        for name, value in registered.items():
+            plan.add_object(name, value, content.metadata, self._ranks.rank, self._ranks.size)
+        unknown = sorted(set(content.metadata.training.get("extra", {})) - set(registered))
+        if unknown:
+            plan.notes.append(
+                f"the checkpoint holds state of objects that are not registered here: {', '.join(unknown)}"
+            )
+        return plan
+
+    def _align_masters(self, plan: LoadPlan, weights_only: bool) -> list[str]:
+        """Masters that were not loaded take the model's values, by name; then all must round to the model."""
+        reload = getattr(self._live.optimizer, "reload_main_params_from_model", None)
+        if reload is None:
+            return []
+        notes = []
+        if weights_only or plan.optimizer is None:
+            reload()
+        elif plan.optimizer.missing_masters:
+            missing = set(plan.optimizer.missing_masters)
+            names = parameter_names(self._live.model)
+            reload([p for p in self._live.optimizer.main_params() if names.get(id(p)) in missing])
+            notes.append(f"{len(missing)} FP32 masters were not in the checkpoint and were taken from the weights")
+        astray = self._live.optimizer.check_alignment()
+        if astray:
+            raise DamagedCheckpointError(
+                f"{plan.where}: {len(astray)} FP32 masters do not round to their weights, first {astray[0]}"
+            )
+        return notes
+
+
+def _older(source: Root, iteration: Iteration, excluded: set[str]) -> str:
+    """Directory name of the sound iteration that this one descends from, or ""."""
+    found = fallback(source, iteration, exclude=excluded)
+    return "" if found is None else found.dirname
+
+
+def _by_name(root: Root, dirname: str) -> Iteration:
+    for iteration in root.iterations():
+        if iteration.dirname == dirname:
+            return iteration
+    raise CheckpointNotFoundError(
+        f"{root.path}: {dirname} is not visible here",
+        hint="every rank must see the same storage: put checkpoint.save_path on a shared file system",
+    )
+
+
+def _check_everything(files: Any, content: IterationContent) -> None:
+    from perdure.catalog.verify import check_data
+
+    for problem in check_data(files, content):
+        raise DamagedCheckpointError(problem.what, file=problem.file, tensor=problem.tensor)

@@ -1,0 +1,233 @@
+"""One save, from named tensors to a committed iteration.
+
+`prepare` reads the live objects (collectively); `SaveJob.run` needs them no more, makes no collective,
+and may run in the background. Ranks tell rank 0 what they wrote by part records in the partial
+directory; rank 0 compares them with the plan and publishes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from perdure import __version__
+from perdure.catalog.lock import RootLock
+from perdure.catalog.publish import Staging, discard, publish
+from perdure.catalog.root import Root
+from perdure.engine.plan import SavePlan, ShardId
+from perdure.engine.writer import FileEntry, WriteBuffers, write_file
+from perdure.errors import PerdureError, SaveError
+from perdure.format.commit import CommitRecord
+from perdure.format.common import CommonInfo
+from perdure.format.jsonio import decode, encode
+from perdure.format.metadata import SECTIONS, CheckpointMetadata, FileRecord, Section, ShardRecord, TensorRecord
+from perdure.format.names import part_filename, shard_filename, temporary_name
+from perdure.state.shards import NamedTensor
+
+__all__ = ["Identity", "SaveJob", "entries_of"]
+
+_KIND: dict[Section, str] = {"model": "model", "optimizer": "opt", "extra": "extra"}
+_PART_LIMIT = 1 << 30
+SAVE_DEADLINE_S = float(os.environ.get("PERDURE_SAVE_DEADLINE", "3600"))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which save this is: its number in its lineage, what it descends from, and whose it is."""
+
+    lineage: str
+    sequence: int
+    parent: int
+    attempt: str
+
+    @property
+    def mark(self) -> str:
+        """What every shard file of the save carries."""
+        return f"{self.lineage}-{self.sequence}"
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """What one rank wrote, or why it could not: (section number, tensor name, shard) triples, files by index."""
+
+    rank: int
+    files: list[FileRecord] = []
+    shards: list[tuple[int, str, ShardRecord]] = []
+    error: str = ""
+
+
+@dataclass
+class Entry:
+    """A shard on its way into a file."""
+
+    shard: ShardId
+    file: FileEntry
+
+
+def entries_of(plan: SavePlan, rank: int, tensors: Sequence[NamedTensor]) -> dict[Section, list[Entry]]:
+    """What `rank` writes, by section, each shard under a key that is unique in its file."""
+    memory = {ShardId(t.section, t.name, p.box): p.tensor for t in tensors for p in t.pieces}
+    found: dict[Section, list[Entry]] = {}
+    for section in SECTIONS:
+        taken = {"__metadata__"}
+        rows = []
+        for shard in plan.writes[rank]:
+            if shard.section != section:
+                continue
+            key, count = shard.name, 0
+            while key in taken:
+                count += 1
+                key = f"{shard.name}#{count}"
+            taken.add(key)
+            dtype = plan.tensors[section, shard.name].dtype
+            rows.append(Entry(shard, FileEntry(key, dtype, memory[shard])))
+        if rows:
+            found[section] = rows
+    return found
+
+
+@dataclass
+class SaveJob:
+    """Everything that a save needs once the live objects have been read."""
+
+    root: Root
+    staging: Staging
+    identity: Identity
+    plan: SavePlan
+    rank: int
+    ranks: int
+    prefix: str
+    entries: dict[Section, list[Entry]]
+    common: CommonInfo
+    training: dict[str, Any]
+    lock: RootLock | None
+    before_commit: Callable[[], tuple[int, str]] = field(default=lambda: (0, ""))
+
+    def run(self, buffers: WriteBuffers) -> CommitRecord | None:
+        """Writes this rank's files; on rank 0 then waits for the others and publishes.
+
+        Raises:
+            SaveError: the save failed; what was committed before is untouched.
+        """
+        part = Part(rank=self.rank)
+        try:
+            self._write_files(part, buffers)
+        except BaseException as error:
+            part = Part(rank=self.rank, error=_describe(error))
+            self._report(part, quietly=True)
+            if self.rank == 0:
+                discard(self.staging)
+            if not isinstance(error, Exception):
+                raise
+            raise self._failed(error) from error
+        if self.rank != 0:
+            self._report(part)
+            return None
+        try:
+            parts = [part, *(self._await_part(rank) for rank in range(1, self.ranks))]
+            metadata = self._merge(parts)
+            ledger_bytes, ledger_digest = self.before_commit()
+            commit: CommitRecord = publish(
+                self.staging,
+                metadata,
+                self.common,
+                lineage=self.identity.lineage,
+                parent=self.identity.parent,
+                attempt=self.identity.attempt,
+                ranks=self.ranks,
+                writer=f"perdure {__version__}",
+                ledger_bytes=ledger_bytes,
+                ledger_digest=ledger_digest,
+                lock=self.lock,
+            )
+            return commit
+        except PerdureError as error:
+            discard(self.staging)
+            if isinstance(error, SaveError):
+                raise
+            raise self._failed(error) from error
+        except OSError as error:
+            discard(self.staging)
+            raise self._failed(error) from error
+
+    def _write_files(self, part: Part, buffers: WriteBuffers) -> None:
+        for section, rows in self.entries.items():
+            name = shard_filename(self.prefix, _KIND[section], self.rank, self.ranks)
+            text = {"format": "pt", "save": self.identity.mark, "rank": str(self.rank)}
+            path = os.path.join(self.staging.path, name)
+            written = write_file(self.root.storage, path, name, [r.file for r in rows], text, buffers)
+            for row in rows:
+                digest, blocks = written.digests[row.file.key]
+                key = "" if row.file.key == row.shard.name else row.file.key
+                shard = ShardRecord(len(part.files), row.shard.box.offset, row.shard.box.shape, digest, blocks, key)
+                part.shards.append((SECTIONS.index(section), row.shard.name, shard))
+            part.files.append(written.record)
+
+    def _report(self, part: Part, quietly: bool = False) -> None:
+        """Puts this rank's part record where rank 0 looks for it, in one step."""
+        if self.rank == 0:
+            return
+        name = part_filename(self.rank)
+        temporary = os.path.join(self.staging.path, temporary_name(name))
+        try:
+            self.root.storage.write(temporary, encode(part))
+            self.root.storage.rename(temporary, os.path.join(self.staging.path, name))
+        except OSError as error:
+            if not quietly:
+                raise self._failed(error) from error
+
+    def _await_part(self, rank: int) -> Part:
+        path = os.path.join(self.staging.path, part_filename(rank))
+        deadline, pause = time.monotonic() + SAVE_DEADLINE_S, 0.001
+        while True:
+            try:
+                part: Part = decode(self.root.storage.read(path, _PART_LIMIT), Part, path)
+                break
+            except FileNotFoundError:
+                if time.monotonic() > deadline:
+                    raise SaveError(
+                        f"step {self.common.global_step}: rank {rank} did not finish writing its part within "
+                        f"{SAVE_DEADLINE_S:g} s"
+                    ) from None
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.1)
+        if part.error:
+            raise SaveError(f"step {self.common.global_step} could not be saved: rank {rank}: {part.error}")
+        self.root.storage.unlink(path)
+        return part
+
+    def _merge(self, parts: Sequence[Part]) -> CheckpointMetadata:
+        """The parts as one record, compared with the plan shard by shard."""
+        metadata = CheckpointMetadata(training=self.training)
+        for (section, name), layout in self.plan.tensors.items():
+            record = TensorRecord(layout.dtype, layout.shape, [], layout.logical, layout.aliases)
+            metadata.section(section)[name] = record
+        for rank, part in enumerate(parts):
+            written = {(SECTIONS[number], name, shard.box) for number, name, shard in part.shards}
+            planned = {(s.section, s.name, s.box) for s in self.plan.writes[rank]}
+            if written != planned or len(part.shards) != len(planned):
+                raise SaveError(f"rank {rank} wrote {len(part.shards)} shards where the plan has {len(planned)}")
+            first = len(metadata.files)
+            metadata.files.extend(part.files)
+            for number, name, shard in part.shards:
+                moved = msgspec.structs.replace(shard, file=first + shard.file)
+                metadata.section(SECTIONS[number])[name].shards.append(moved)
+        return metadata
+
+    def _failed(self, error: Exception) -> SaveError:
+        where = f"step {self.common.global_step} could not be saved below {self.root.path}"
+        hint = (
+            "free some space, or save elsewhere: checkpoint.save_path" if getattr(error, "errno", None) == 28 else None
+        )
+        return SaveError(f"{where}: {_describe(error)}", hint=hint)
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    text = error.message if isinstance(error, PerdureError) else str(error)
+    return text or type(error).__name__

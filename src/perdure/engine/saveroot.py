@@ -1,0 +1,166 @@
+"""The root that a run saves below: whose it is, how its saves are numbered, what is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from perdure.catalog.events import append_event, damage_marks, read_events
+from perdure.catalog.lineage import next_sequence
+from perdure.catalog.lock import RootLock
+from perdure.catalog.publish import recover
+from perdure.catalog.retention import keep, remove
+from perdure.catalog.root import Iteration, Root
+from perdure.config.schema import CheckpointConfig
+from perdure.engine.ranks import Ranks
+from perdure.errors import SaveError, UsageError
+from perdure.storage.base import Storage
+
+__all__ = ["SaveRoot"]
+
+
+class SaveRoot:
+    """A save root, held for writing on rank 0 while saving is enabled.
+
+    `lineage`, `sequence` (of the newest save of this run) and `parent` say what the next save descends from.
+
+    Raises:
+        RootLockedError: another living run saves here.
+        UsageError: the directory cannot be made.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        path: str,
+        storage: Storage,
+        ranks: Ranks,
+        attempt: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self.root = Root(os.path.abspath(path), storage)
+        self.attempt, self.lineage, self.sequence, self.parent = attempt, "", 0, 0
+        self.lock: RootLock | None = None
+        self._config, self._ranks, self._say = config, ranks, say
+        if config.enable_save:
+            ranks.together(self._open if ranks.is_first else lambda: None, "opening the save root")
+
+    @property
+    def started(self) -> bool:
+        """Whether the lineage is known: a load, or the first save, settles it."""
+        return bool(self.lineage)
+
+    def start_fresh(self) -> None:
+        """A new lineage; a root that holds another one is refused before anything is trained."""
+
+        def check() -> str:
+            own = self.iterations() if self._config.enable_save else []
+            if own:
+                raise UsageError(
+                    f"{self.root.path} already holds iteration {own[-1].iteration} of another run, "
+                    "and this one starts at step 0",
+                    hint="continue it with checkpoint.auto_resume=True or checkpoint.load_path, "
+                    "or save elsewhere: checkpoint.save_path",
+                )
+            return uuid.uuid4().hex[:16]
+
+        self.lineage = self._ranks.decide(check, "starting a run", str)
+        self.sequence = self.parent = 0
+
+    def go_on_from(self, root: str, path: str, lineage: str, sequence: int) -> None:
+        """Continues the lineage of what was loaded from `path` below `root`.
+
+        Raises:
+            UsageError: this root holds another run.
+        """
+
+        def following() -> int:
+            iterations = self.iterations()
+            others = {i.commit.lineage for i in iterations} - {lineage}
+            if root != self.root.path and others and self._config.enable_save:
+                raise UsageError(
+                    f"{self.root.path} holds iterations of another run than {path}",
+                    hint="save elsewhere: checkpoint.save_path",
+                )
+            events = read_events(self.root) if self.root.storage.exists(self.root.path) else []
+            return next_sequence(iterations, lineage, sequence, events) - 1
+
+        self.lineage = lineage or uuid.uuid4().hex[:16]
+        self.parent = sequence
+        self.sequence = self._ranks.decide(following, "numbering the saves", int)
+
+    def iterations(self) -> list[Iteration]:
+        """The committed iterations here; none where the root does not exist yet."""
+        return self.root.iterations() if self.root.storage.is_directory(self.root.path) else []
+
+    def damaged(self, source: Root) -> set[str]:
+        """Commit digests of what was found damaged, by this run's events or the source's."""
+        return damage_marks(self.root) | (damage_marks(source) if source.path != self.root.path else set())
+
+    def contains(self, path: str) -> bool:
+        """Whether a path is the root or lies below it."""
+        full = os.path.abspath(path)
+        return full == self.root.path or full.startswith(self.root.path + os.sep)
+
+    def check_room(self, needed: int, step: int) -> None:
+        """Refuses a save that would not fit.
+
+        Raises:
+            SaveError: with the bytes needed and free.
+        """
+        needed += 1 << 20
+        free = self.root.storage.free_bytes(self.root.path)
+        if free < needed:
+            raise SaveError(
+                f"step {step} needs {needed} bytes below {self.root.path}, where {free} are free",
+                hint="free some space, lower checkpoint.save_max, or save elsewhere: checkpoint.save_path",
+            )
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Appends to events.jsonl, if anything is written at all; never fails a run."""
+        if not self._ranks.is_first or not self._config.enable_save:
+            return
+        with contextlib.suppress(OSError):
+            append_event(self.root, event, attempt=self.attempt, lineage=self.lineage, **fields)
+
+    def retain(self) -> None:
+        """Removes what retention gives up; cannot fail a run."""
+        try:
+            iterations = self.root.iterations()
+            pinned = {}
+            tracked = self.root.tracker().iteration
+            for iteration in iterations:
+                own = iteration.commit.lineage == self.lineage
+                if own and iteration.iteration == tracked:
+                    pinned[iteration.commit.sequence] = "named by the tracker"
+            healthy = [i for i in iterations if i.commit.lineage == self.lineage and i.commit.healthy]
+            if self._config.load_healthy and healthy:
+                newest = max(healthy, key=lambda i: i.commit.sequence)
+                pinned.setdefault(newest.commit.sequence, "newest healthy")
+            pinned[self.sequence] = "just saved"
+            verdicts = keep(iterations, self._config.save_max, lineage=self.lineage, pinned=pinned)
+            for iteration, verdict in verdicts.items():
+                if verdict.remove:
+                    for warning in remove(self.root, iteration):
+                        self._say(f"warning: {warning}")
+                    self.event("remove", iteration=iteration.iteration, sequence=iteration.commit.sequence)
+        except OSError as error:
+            self._say(f"warning: old iterations could not be removed now: {error}")
+
+    def _open(self) -> None:
+        try:
+            os.makedirs(self.root.path, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"checkpoint.save_path: {self.root.path} cannot be made: {error.strerror}") from error
+        self.lock = RootLock.acquire(self.root.path, attempt=self.attempt)
+        for line in recover(self.root, self.attempt):
+            self._say(line)
+
+    def release(self) -> None:
+        """Gives the root back."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None

@@ -1,0 +1,33 @@
+"""What a callback may do, and how the configuration names one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perdure.train.state import TrainerState
+
+__all__ = ["Callback"]
+
+
+class Callback:
+    """Override what you need. Hooks run on every rank, in the order in which callbacks are listed.
+
+    After a resume from step k no hook runs for step k again. A callback that has `state_dict` and
+    `load_state_dict` is saved and restored with the run.
+    """
+
+    def on_train_begin(self, trainer: Any, state: TrainerState) -> None:
+        """Model, optimizer and data are built and, on a resume, loaded."""
+
+    def on_step_begin(self, trainer: Any, state: TrainerState) -> None:
+        """A step is about to run; `state.global_step` counts the steps done."""
+
+    def on_step_end(self, trainer: Any, state: TrainerState) -> None:
+        """A step is done, and not yet saved."""
+
+    def on_save(self, trainer: Any, state: TrainerState) -> None:
+        """A save of this step was started (or, without `async_save`, is committed)."""
+
+    def on_train_end(self, trainer: Any, state: TrainerState) -> None:
+        """The run ends: its target is reached, or it was asked to stop."""

@@ -1,0 +1,116 @@
+"""What a resume does to step and samples: decided purely, from the saved position and the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from perdure.data.cursor import scale_step
+from perdure.data.identity import differences
+from perdure.engine.progress import Progress
+from perdure.errors import DataError, MismatchError
+
+__all__ = ["ResumePoint", "Wish", "changed_settings", "resume_point"]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the configuration asks of a resume."""
+
+    global_batch_size: int
+    steps: int
+    seed: int
+    rampup: bool = False
+    ignore_data_skip: bool = False
+    data_skip_steps: int = 0
+
+    @property
+    def one_shot(self) -> dict[str, Any]:
+        """The keys that are applied once and recorded, so that a restart doesn't apply them again."""
+        asked: dict[str, Any] = {}
+        if self.ignore_data_skip:
+            asked["ignore_data_skip"] = True
+        if self.data_skip_steps:
+            asked["data_skip_steps"] = self.data_skip_steps
+        return asked
+
+
+@dataclass
+class ResumePoint:
+    """Where training goes on; `notes` belong into the resume line, `warnings` on lines of their own."""
+
+    global_step: int
+    consumed_samples: int
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def resume_point(saved: Progress, training: Mapping[str, Any], wish: Wish, dataset: Mapping[str, Any]) -> ResumePoint:
+    """The step and the stream position of the next sample.
+
+    Args:
+        saved: the position in the checkpoint.
+        training: metadata's `training`; a foreign checkpoint's is empty.
+        dataset: identity of the present training data.
+
+    Raises:
+        MismatchError: the seed was changed.
+        DataError: the data are not the data that the checkpoint was trained on.
+    """
+    point = ResumePoint(saved.global_step, saved.consumed_samples)
+    seed = training.get("seed", wish.seed)
+    if seed != wish.seed:
+        raise MismatchError(
+            f"training.seed: the checkpoint was trained with {seed}, the configuration says {wish.seed}; "
+            "order and draws of all samples depend on it",
+            hint=f"set training.seed={seed}, or start anew from the weights: checkpoint.no_load_optim=True",
+        )
+    fresh_wishes = {k: v for k, v in wish.one_shot.items() if training.get("applied", {}).get(k) != v}
+    _check_data(training, dataset, saved.consumed_samples, fresh_wishes)
+    _scale(point, saved, wish)
+    if "ignore_data_skip" in fresh_wishes:
+        point.consumed_samples = 0
+        point.notes.append("data start afresh (ignore_data_skip)")
+    if "data_skip_steps" in fresh_wishes:
+        point.consumed_samples += wish.data_skip_steps * wish.global_batch_size
+        point.notes.append(f"{wish.data_skip_steps} steps of data left out (data_skip_steps)")
+    return point
+
+
+def _check_data(
+    training: Mapping[str, Any], dataset: Mapping[str, Any], consumed: int, fresh_wishes: Mapping[str, Any]
+) -> None:
+    saved = training.get("datasets", {}).get("train")
+    if saved is None or fresh_wishes:
+        return
+    found = differences(saved, dataset, consumed_samples=consumed)
+    if found:
+        raise DataError(
+            "the training data are not those that the checkpoint was trained on:\n  " + "\n  ".join(found),
+            hint="bring the data back, or go on on purpose: training.ignore_data_skip=True starts the data afresh, "
+            "training.data_skip_steps=N goes on N steps further",
+        )
+
+
+def _scale(point: ResumePoint, saved: Progress, wish: Wish) -> None:
+    old, new = saved.global_batch_size, wish.global_batch_size
+    if old in (0, new) or wish.rampup:
+        return
+    step, whole = scale_step(saved.global_step, old, new)
+    point.global_step = step
+    point.notes.append(f"step {saved.global_step} x {old} / {new} = {step}")
+    if not whole:
+        point.warnings.append(
+            f"step {saved.global_step} x {old} / {new} is not whole; it was rounded down to {step}, and data go on at "
+            f"sample {saved.consumed_samples} exactly"
+        )
+    point.warnings.append(
+        f"training.steps is not scaled: {max(wish.steps - step, 0)} steps of {new} samples remain until {wish.steps}"
+    )
+
+
+def changed_settings(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """`key: old -> new` for every setting that affects the run and differs."""
+    keys = [k for k in present if k in saved and saved[k] != present[k]]
+    return [f"{key}: {saved[key]} -> {present[key]}" for key in keys]

@@ -1,0 +1,39 @@
+"""Where a run stands: what the Trainer, its callbacks and its caller look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from perdure.engine.progress import Progress
+
+__all__ = ["TrainerState"]
+
+
+@dataclass
+class TrainerState(Progress):
+    """A run's position and its last step.
+
+    Attributes:
+        steps: the target, `training.steps`.
+        attempt: id of this start of the command.
+        loss: of the last step, per valid token (or sample); NaN before the first.
+        grad_norm: global gradient norm of the last step before clipping.
+        learning_rate: that the last step used.
+        skipped_steps: updates left out because the gradients were not finite.
+        consecutive_skipped_steps: of those, in a row until now.
+        stop_signal: number of the signal that ended the run; 0 otherwise.
+    """
+
+    steps: int = 0
+    attempt: str = ""
+    loss: float = float("nan")
+    grad_norm: float = float("nan")
+    learning_rate: float = 0.0
+    skipped_steps: int = 0
+    consecutive_skipped_steps: int = 0
+    stop_signal: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the target is reached."""
+        return self.global_step >= self.steps

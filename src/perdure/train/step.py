@@ -1,0 +1,182 @@
+"""One optimizer step: forward and backward over this rank's micro-batches, one exchange, clip, update.
+
+The loss is normalised by the valid tokens of the whole global batch, so that neither accumulation nor
+the number of ranks changes gradients: micro-batch losses are sums, divided by the number of samples
+before `backward` (a constant), and the gradients are corrected once the tokens are known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perdure.data.loader import StepBatch
+from perdure.engine.ranks import Ranks
+from perdure.errors import UsageError
+from perdure.optim.scaler import LossScaler
+from perdure.state.random import seed_streams
+from perdure.train.gradients import sum_gradients
+
+__all__ = ["LossFunction", "StepResult", "TrainStep", "next_token_loss"]
+
+LossFunction = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Any]"]
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave: loss per valid token (or sample), gradient norm before clipping, tokens seen.
+
+    `applied` is False where the update was left out; `stop` is the signal that some rank received;
+    `id_sum` identifies the samples that all ranks really had.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    applied: bool
+    finite: bool
+    stop: int
+    id_sum: int
+
+
+def next_token_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy of `labels` given `input_ids`, and the number of labels that are not -100."""
+    if not isinstance(batch, dict) or "input_ids" not in batch or "labels" not in batch:
+        raise UsageError(
+            f"the default loss needs batches with `input_ids` and `labels`, these are {type(batch).__name__}",
+            hint="pass compute_loss_func(model, batch) to Trainer",
+        )
+    output = model(batch["input_ids"])
+    logits = getattr(output, "logits", output)
+    labels = batch["labels"]
+    total = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total, (labels != IGNORED).sum()
+
+
+class TrainStep:
+    """Runs optimizer steps.
+
+    Args:
+        loss: `loss(model, batch)` gives (sum, count), or the mean over the micro-batch's samples.
+        max_norm: gradients are clipped to this global norm; 0 leaves them.
+        skip_non_finite: leave out an update whose gradient norm is not finite.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        loss: LossFunction,
+        ranks: Ranks,
+        device: torch.device,
+        scaler: LossScaler,
+        seed: int,
+        max_norm: float,
+        skip_non_finite: bool,
+    ) -> None:
+        self._model, self._optimizer, self._loss = model, optimizer, loss
+        self._ranks, self._device, self._scaler = ranks, device, scaler
+        self._seed, self._max_norm, self._skip = seed, max_norm, skip_non_finite
+
+    def run(
+        self, batch: StepBatch, global_batch_size: int, learning_rate: Callable[[dict[str, Any]], float], stop: int
+    ) -> StepResult:
+        """One step over `batch`; `learning_rate` gives each parameter group its rate."""
+        self._model.train()
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        tokens = id_sum = 0
+        for micro in batch.micro_batches:
+            seed_streams(self._seed, micro.first)
+            value, count = self._forward(to_device(micro.data, self._device), len(micro.ids))
+            self._scaler.scale_loss(value / global_batch_size).backward()  # type: ignore[no-untyped-call]
+            if hasattr(self._optimizer, "accumulate_grads"):
+                self._optimizer.accumulate_grads()
+            loss_sum += value.detach().double().cpu()
+            tokens += count
+            id_sum += sum_of_ids(micro.positions, micro.ids)
+        return self._finish(loss_sum, tokens, id_sum, global_batch_size, learning_rate, stop)
+
+    def _forward(self, data: Any, samples: int) -> tuple[Tensor, int]:
+        output = self._loss(self._model, data)
+        if isinstance(output, tuple):
+            return output[0], int(output[1])
+        return output * samples, samples
+
+    def _finish(
+        self,
+        loss_sum: Tensor,
+        tokens: int,
+        id_sum: int,
+        batch_size: int,
+        rate: Callable[[dict[str, Any]], float],
+        stop: int,
+    ) -> StepResult:
+        gradients = self._gradients()
+        sum_gradients(gradients, self._ranks)
+        # One reduction carries everything the ranks must agree on; 32-bit halves keep sums exact in float64.
+        shared = torch.tensor(
+            [float(loss_sum), tokens, id_sum & 0xFFFFFFFF, id_sum >> 32 & 0xFFFFFFFF, stop], dtype=torch.float64
+        )
+        self._ranks.sum(shared, "finishing a step")
+        loss, count, low, high, stops = shared.tolist()
+        count = max(count, 1.0)
+        if count != batch_size or self._scaler.scale != 1.0:
+            torch._foreach_mul_(gradients, batch_size / count / self._scaler.scale)
+        norm = self._norm(gradients)
+        finite = math.isfinite(norm)
+        applied = finite or not (self._skip or self._scaler.dynamic)
+        if applied:
+            if self._max_norm > 0 and finite and norm > self._max_norm:
+                torch._foreach_mul_(gradients, self._max_norm / (norm + 1e-6))
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate(group)
+            self._optimizer.step()
+        self._scaler.update(finite)
+        self._optimizer.zero_grad(set_to_none=True)
+        stopped = stop or (int(stops) if stops else 0)
+        return StepResult(
+            loss / count, norm, int(count), applied, finite, stopped, int(low) + (int(high) << 32) & (1 << 64) - 1
+        )
+
+    def _gradients(self) -> list[Tensor]:
+        if hasattr(self._optimizer, "grads"):
+            return list(self._optimizer.grads())
+        return [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def _norm(self, gradients: list[Tensor]) -> float:
+        if not gradients:
+            return 0.0
+        norms = torch._foreach_norm(gradients, 2)
+        return float(torch.linalg.vector_norm(torch.stack([n.to(torch.float64) for n in norms])))
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Tensors of a batch (in dictionaries, lists and tuples) on the device."""
+    if isinstance(data, Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, dict):
+        return {key: to_device(value, device) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        items = [to_device(value, device) for value in data]
+        return items if isinstance(data, list) else type(data)(*items) if hasattr(data, "_fields") else tuple(items)
+    return data
+
+
+def sum_of_ids(positions: Iterable[int], ids: Iterable[int]) -> int:
+    """A sum over samples of a hash of (stream position, sample id): any order and any split gives the same."""
+    import numpy
+
+    with numpy.errstate(over="ignore"):
+        state = numpy.fromiter(positions, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
+        state ^= numpy.fromiter(ids, dtype=numpy.int64).astype(numpy.uint64) + numpy.uint64(0x243F6A8885A308D3)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            state = (state ^ (state >> numpy.uint64(shift))) * numpy.uint64(factor)
+        return int(numpy.sum(state ^ (state >> numpy.uint64(31)), dtype=numpy.uint64))

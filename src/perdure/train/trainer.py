@@ -1,0 +1,345 @@
+"""A run, from one configuration: build, resume, train, save. Read it from `train` downward."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from perdure.config.load import dump_config, load_config, load_config_mapping
+from perdure.config.schema import TrainConfig
+from perdure.data.loader import StepBatch
+from perdure.engine.checkpointer import Checkpointer
+from perdure.engine.ranks import Ranks
+from perdure.errors import PerdureError, TrainingError, UsageError
+from perdure.format.common import HEALTHY, UNHEALTHY
+from perdure.optim.scaler import LossScaler
+from perdure.state.random import seed_all
+from perdure.train import build
+from perdure.train.callbacks.base import Callback
+from perdure.train.console import Console
+from perdure.train.history import History, number
+from perdure.train.resume import Wish, changed_settings, resume_point
+from perdure.train.state import TrainerState
+from perdure.train.step import LossFunction, TrainStep, next_token_loss
+from perdure.train.stop import StopRequest
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """Trains what one YAML file describes; the same call, or the same command, resumes.
+
+    Args:
+        config: a path, a mapping, or a `TrainConfig`.
+        model: an `nn.Module` in place of the `model` section.
+        optimizer: an optimizer over its parameters, in place of the `optimizer` section; its groups keep
+            the ratios of their rates.
+        train_dataset: a map-style dataset in place of `train_dataset.dataloader`.
+        compute_loss_func: `f(model, batch)` gives (sum, count), or the mean loss over a micro-batch.
+        callbacks: further callbacks, after the configured ones.
+        extra: registered objects, saved and restored with the run.
+
+    Raises:
+        ConfigError: the configuration cannot be meant; all faults at once.
+    """
+
+    def __init__(
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any] | TrainConfig,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        train_dataset: Any = None,
+        compute_loss_func: LossFunction | None = None,
+        callbacks: Sequence[Callback] = (),
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config = _config(config)
+        self.model, self.optimizer, self.train_dataset = model, optimizer, train_dataset
+        self.state = TrainerState()
+        self._loss = compute_loss_func or next_token_loss
+        self._callbacks, self._extra = list(callbacks), dict(extra or {})
+
+    def train(self, checkpoint_path: str | None = None) -> TrainerState:
+        """Trains until `training.steps`, or until a signal asks to stop; resumes first where there is something to.
+
+        Args:
+            checkpoint_path: a root or iteration to load, instead of `checkpoint.load_path`.
+
+        Returns:
+            The run's last state; `state.stop_signal` says whether a signal ended it.
+
+        Raises:
+            PerdureError: with one sentence and a hint; checkpoints committed before are untouched.
+        """
+        with contextlib.ExitStack() as stack:
+            stop = stack.enter_context(StopRequest())
+            self._build(stack)
+            self._resume(checkpoint_path)
+            if self.state.finished:
+                self.console.say(f"nothing to do: step {self.state.global_step} of {self.state.steps} is reached")
+                return self.state
+            self._open_histories(stack)
+            self._hook("on_train_begin")
+            self.console.begin(self.state.global_step)
+            for batch in self.loader.take(self.state.steps - self.state.global_step):
+                self._step(batch, stop)
+                if self.state.stop_signal:
+                    break
+            self._finish()
+        return self.state
+
+    # ---- building
+
+    def _build(self, stack: contextlib.ExitStack) -> None:
+        config, training = self.config, self.config.training
+        self.ranks = Ranks()
+        self.console = Console(self.ranks.is_first)
+        stack.callback(self.console.end)
+        build.check_world(config, self.ranks.size)
+        self.device = _device()
+        torch.use_deterministic_algorithms(training.deterministic)
+        seed_all(training.seed)
+        self.train_dataset = build.data(config, self.train_dataset)
+        self.model = build.network(config, self.model, self.train_dataset).to(self.device)
+        self.optimizer, self._rate = build.optimizer_and_schedule(config, self.model, self.optimizer)
+        self.scaler = LossScaler.for_dtypes(*(p.dtype for p in self.model.parameters()))
+        self.loader = build.loader(config, self.train_dataset, self.ranks)
+        stack.callback(self.loader.close)
+        self._callbacks = build.callbacks(config, self._callbacks)
+        self._settings = build.settings_of(config, self.optimizer)
+        self._ledger: History | None = None
+        self.checkpointer = stack.enter_context(
+            Checkpointer(
+                config.checkpoint,
+                model=self.model,
+                optimizer=self.optimizer,
+                extra={**self._extra, **_stateful(self._callbacks)},
+                training=self._training_record,
+                restore_settings=False,
+                ranks=self.ranks,
+                default_path=os.path.join(config.output_dir, "checkpoint"),
+                before_commit=lambda: self._ledger.sync() if self._ledger is not None else (0, ""),
+                say=self.console.say,
+            )
+        )
+        self._run_step = TrainStep(
+            self.model,
+            self.optimizer,
+            loss=self._loss,
+            ranks=self.ranks,
+            device=self.device,
+            scaler=self.scaler,
+            seed=training.seed,
+            max_norm=training.max_norm,
+            skip_non_finite=training.use_skip_step_on_nan,
+        )
+
+    def _wish(self) -> Wish:
+        training = self.config.training
+        return Wish(
+            global_batch_size=training.global_batch_size,
+            steps=training.steps,
+            seed=training.seed,
+            rampup=training.rampup_batch_size is not None,
+            ignore_data_skip=training.ignore_data_skip,
+            data_skip_steps=training.data_skip_steps,
+        )
+
+    # ---- resuming
+
+    def _resume(self, checkpoint_path: str | None) -> None:
+        """Loads what there is to load, and puts state, data and loss scale where it left off."""
+        state, training = self.state, self.config.training
+        saved = self.checkpointer.load(checkpoint_path)
+        loaded = self.checkpointer.loaded
+        state.steps, state.attempt = training.steps, self.checkpointer.attempt
+        state.global_batch_size, state.dataset_length = training.global_batch_size, self.loader.length
+        if loaded is None:
+            return
+        notes = list(loaded.notes)
+        if loaded.weights_only:
+            notes.append("weights only: step 0, first sample, fresh optimizer")
+        else:
+            point = resume_point(saved, loaded.training, self._wish(), self.loader.identity())
+            state.global_step, state.consumed_samples = point.global_step, point.consumed_samples
+            self.loader.set_init_step(state.global_step)
+            if self.loader.consumed_samples != state.consumed_samples:
+                self.loader.seek(state.consumed_samples)
+            self.scaler.load_state_dict(
+                {"scale": saved.loss_scale, "good_steps": loaded.training.get("loss_scale_good_steps", 0)}
+            )
+            state.loss_scale = self.scaler.scale
+            notes += point.notes
+            for warning in point.warnings:
+                self.console.say(f"warning: {warning}")
+            for change in changed_settings(loaded.training.get("settings", {}), self._settings):
+                self.console.say(f"changed since the checkpoint: {change}")
+            if loaded.ranks != self.ranks.size:
+                notes.append(f"saved by {loaded.ranks} ranks")
+        self.console.say(
+            f"{'started from' if loaded.weights_only else 'resumed from'} {loaded.path}: step {state.global_step}, "
+            f"sample {state.consumed_samples}, epoch {state.epoch_num}"
+            + "".join(f"; {note}" for note in notes)
+            + f" ({loaded.bytes_read / 2**20:,.1f} MiB in {loaded.seconds:.2f} s)"
+        )
+
+    def _training_record(self) -> dict[str, Any]:
+        """What metadata.json keeps for a resume to compare."""
+        return {
+            "seed": self.config.training.seed,
+            "datasets": {"train": self.loader.identity()},
+            "settings": self._settings,
+            "applied": self._wish().one_shot,
+            "loss_scale_good_steps": self.scaler.good_steps,
+        }
+
+    # ---- training
+
+    def _step(self, batch: StepBatch, stop: StopRequest) -> None:
+        state = self.state
+        stop.check_parent()
+        self._hook("on_step_begin")
+        began = time.monotonic()
+        size = batch.global_batch_size
+        base = self._rate(state.global_step, state.consumed_samples, size)
+        result = self._run_step.run(batch, size, lambda group: base * group.get("lr_ratio", 1.0), stop.signal)
+        seconds = max(time.monotonic() - began, 1e-9)
+        state.advance(size, batch.last - batch.first)
+        state.loss, state.grad_norm, state.learning_rate = result.loss, result.grad_norm, base
+        state.loss_scale = self.scaler.scale
+        state.ckpt_status = HEALTHY if result.finite and result.loss == result.loss else UNHEALTHY
+        state.stop_signal = result.stop
+        self._count_skipped(result.applied)
+        self._record(batch, result.tokens, result.tokens / seconds, result.id_sum)
+        self._hook("on_step_end")
+        if self.checkpointer.step(state):
+            self._hook("on_save")
+        self.console.step(state, result.tokens, self.checkpointer.last_saved_step)
+
+    def _count_skipped(self, applied: bool) -> None:
+        state, limit = self.state, self.config.training.max_consecutive_skipped_steps
+        if applied:
+            state.consecutive_skipped_steps = 0
+            return
+        state.skipped_steps += 1
+        state.consecutive_skipped_steps += 1
+        if limit and state.consecutive_skipped_steps >= limit:
+            raise TrainingError(
+                f"step {state.global_step}: {limit} updates in a row were left out because gradients were not finite",
+                hint="resume from an earlier iteration with a lower learning rate, or with training.skip_ranges",
+            )
+
+    def _record(self, batch: StepBatch, tokens: int, speed: float, id_sum: int) -> None:
+        if self._metrics is None or self._ledger is None:
+            return
+        state, positions = self.state, [batch.first, batch.last]
+        self._ledger.write(
+            {
+                "attempt": state.attempt,
+                "step": state.global_step,
+                "global_batch_size": state.global_batch_size,
+                "samples": positions,
+                "ids": f"{id_sum:016x}",
+            }
+        )
+        self._metrics.write(
+            {
+                "step": state.global_step,
+                "loss": number(state.loss),
+                "learning_rate": state.learning_rate,
+                "grad_norm": number(state.grad_norm),
+                "global_batch_size": state.global_batch_size,
+                "consumed_samples": state.consumed_samples,
+                "samples": positions,
+                "tokens_per_second": round(speed, 1),
+                "attempt": state.attempt,
+                "stall_s": round(self.checkpointer.last_stall_s, 4),
+                "save_s": round(self.checkpointer.last_save_s, 4),
+            }
+        )
+
+    def _finish(self) -> None:
+        """The last save, awaited; a stop by a signal is one more reason for it."""
+        state = self.state
+        if state.stop_signal and self.config.checkpoint.enable_save:
+            last = f"the last save took {self.checkpointer.last_save_s:.1f} s"
+            self.console.say(f"stopping at step {state.global_step}: saving ({last})")
+        if self.checkpointer.save(state, wait=True):
+            self._hook("on_save")
+        self._hook("on_train_end")
+        where = f"; saved below {self.checkpointer.path}" if self.config.checkpoint.enable_save else ""
+        self.console.say(f"step {state.global_step} of {state.steps}, loss {state.loss:.4f}{where}")
+
+    # ---- what is written beside checkpoints
+
+    def _open_histories(self, stack: contextlib.ExitStack) -> None:
+        """The resolved configuration, metrics and ledger of this attempt, on rank 0."""
+        self._metrics: History | None = None
+        if not self.ranks.is_first:
+            return
+        directory, state = self.config.output_dir, self.state
+        try:
+            os.makedirs(directory, exist_ok=True)
+            with open(os.path.join(directory, f"config-{state.attempt}.yaml"), "w", encoding="utf-8") as file:
+                file.write(dump_config(self.config))
+        except OSError as error:
+            raise UsageError(f"output_dir: {directory} cannot be written: {error.strerror}") from error
+        header = {
+            "attempt": state.attempt,
+            "resumed": self.checkpointer.parent or None,
+            "lineage": self.checkpointer.lineage,
+            "step": state.global_step,
+            "consumed_samples": state.consumed_samples,
+            "time": time.time(),
+        }
+        self._metrics = History(os.path.join(directory, "metrics.jsonl"), header)
+        self._ledger = History(os.path.join(directory, "ledger.jsonl"), header, digest=True)
+        stack.callback(self._metrics.close)
+        stack.callback(self._ledger.close)
+
+    def _hook(self, name: str) -> None:
+        for callback in self._callbacks:
+            try:
+                getattr(callback, name)(self, self.state)
+            except PerdureError:
+                raise
+            except Exception as error:
+                raise TrainingError(
+                    f"callback {type(callback).__name__}.{name} failed at step {self.state.global_step}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+
+def _config(given: str | os.PathLike[str] | Mapping[str, Any] | TrainConfig) -> TrainConfig:
+    if isinstance(given, TrainConfig):
+        return given
+    return load_config_mapping(dict(given)) if isinstance(given, Mapping) else load_config(os.fspath(given))
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    return torch.device("cpu")
+
+
+def _stateful(callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """Callbacks that keep state, by class name, numbered where one class occurs twice."""
+    found: dict[str, Any] = {}
+    for callback in callbacks:
+        if callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None)):
+            name = base = f"callback.{type(callback).__name__}"
+            count = 1
+            while name in found:
+                count += 1
+                name = f"{base}.{count}"
+            found[name] = callback
+    return found
