@@ -1,0 +1,53 @@
+"""What is kept and what goes: a pure decision, then removal that cannot fail a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from perdure.catalog.publish import remove_iteration
+from perdure.catalog.root import Iteration, Root
+
+__all__ = ["Verdict", "keep", "remove"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether an iteration goes, and why it goes or stays."""
+
+    remove: bool
+    reason: str
+
+
+def keep(
+    iterations: Sequence[Iteration], save_max: int, *, lineage: str, pinned: Mapping[int, str]
+) -> dict[Iteration, Verdict]:
+    """A verdict for every iteration: of the lineage the newest `save_max` by sequence stay.
+
+    Args:
+        pinned: sequences of the lineage that stay whatever the count, with the reason; they count too.
+    """
+    verdicts = {i: Verdict(False, "of another run") for i in iterations if i.commit.lineage != lineage}
+    own = sorted((i for i in iterations if i.commit.lineage == lineage), key=lambda i: -i.commit.sequence)
+    room = save_max - sum(i.commit.sequence in pinned for i in own)
+    for iteration in own:
+        reason = pinned.get(iteration.commit.sequence)
+        if reason is not None:
+            verdicts[iteration] = Verdict(False, reason)
+        elif room > 0:
+            room -= 1
+            verdicts[iteration] = Verdict(False, f"one of the newest {save_max}")
+        else:
+            verdicts[iteration] = Verdict(True, f"older than the newest {save_max}")
+    return verdicts
+
+
+def remove(root: Root, iteration: Iteration) -> list[str]:
+    """Removes an iteration; gives warnings instead of raising. One that is gone already is no fault."""
+    try:
+        remove_iteration(root, iteration)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [f"{iteration.dirname} could not be removed now and will be tried again: {error}"]
+    return []
