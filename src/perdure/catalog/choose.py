@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from perdure.catalog.events import read_events
-from perdure.catalog.lineage import ancestors, links, newest_by_lineage
-from perdure.catalog.root import Iteration, Root, TrackerReading, Uncommitted
-from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError
+from perdure.catalog.lineage import Links, ancestors, links, newest_by_lineage
+from perdure.catalog.root import GONE, Iteration, Root, RootListing, TrackerReading, Uncommitted
+from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, PerdureError
 from perdure.format.names import TRACKER, parse_iteration_dirname
 from perdure.storage.base import Storage
 
@@ -23,6 +24,11 @@ class Located:
     root: Root
     iteration: Iteration | None
 
+    @property
+    def kind(self) -> Literal["root", "iteration"]:
+        """What the path was."""
+        return "root" if self.iteration is None else "iteration"
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -32,45 +38,40 @@ class Choice:
     warnings: list[str] = field(default_factory=list)
 
 
-def locate(path: str, storage: Storage | None = None) -> Located:
+def locate(path: str | os.PathLike[str], storage: Storage | None = None) -> Located:
     """What a `load_path` means: a save root, or one iteration of one.
 
     Raises:
         CheckpointNotFoundError: nothing that was saved is there; the path and what was expected are named.
+        DamagedCheckpointError, FormatTooNewError: the one iteration asked for, or all there are, can't be read.
+        OSError: the storage failed.
     """
+    path = os.fspath(path)
     full = os.path.abspath(path)
     root = Root(full, storage)
-    expected = f"expected a save root: a directory with iteration_XXXXXXXX below it and {TRACKER}"
-    if not os.path.lexists(full):
-        raise CheckpointNotFoundError(f"{path} does not exist; {expected}")
-    if not os.path.isdir(full):
-        raise CheckpointNotFoundError(f"{path} is a file; {expected}")
-    number = parse_iteration_dirname(os.path.basename(full))
-    if number is not None:
-        above = Root(os.path.dirname(full), storage)
-        listing = above.listing()
-        for iteration in listing.iterations:
-            if iteration.dirname == os.path.basename(full):
-                return Located(above, iteration)
-        raise _not_committed(path, [u for u in listing.uncommitted if u.iteration == number])
+    expected = f"expected a save root, which has iteration_XXXXXXXX directories and {TRACKER}"
+    try:
+        names = root.storage.list(full)
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+        what = "is a file, not a directory" if root.storage.exists(full) else "does not exist"
+        raise CheckpointNotFoundError(f"{path} {what}; {expected}") from None
     listing = root.listing()
     if listing.iterations:
         return Located(root, None)
+    name = os.path.basename(full)
+    if parse_iteration_dirname(name) is not None:
+        above = Root(os.path.dirname(full), storage)
+        around = above.listing()
+        for iteration in around.iterations:
+            if iteration.dirname == name:
+                return Located(above, iteration)
+        raise _not_committed(path, [u for u in around.uncommitted if u.name == name])
     if listing.uncommitted:
         raise _not_committed(path, listing.uncommitted)
-    what = "is empty" if not root.storage.list(full) else "holds no checkpoint"
+    what = "holds no checkpoint" if names else "is empty"
     raise CheckpointNotFoundError(f"{path} {what}; {expected}")
-
-
-def _not_committed(path: str, found: Sequence[Uncommitted]) -> Exception:
-    for entry in found:
-        if entry.error is not None:
-            return entry.error
-    shown = "; ".join(f"{entry.name}: {entry.why}" for entry in found[:3])
-    return CheckpointNotFoundError(
-        f"{path} holds no committed iteration ({shown})" if shown else f"{path} holds no committed iteration",
-        hint="a save that was interrupted is not loaded; `perdure ls` shows what is there",
-    )
 
 
 def choose(root: Root, *, load_healthy: bool = False, exclude: Collection[str] = ()) -> Choice:
@@ -81,79 +82,58 @@ def choose(root: Root, *, load_healthy: bool = False, exclude: Collection[str] =
         exclude: commit digests of iterations known to be damaged.
 
     Raises:
-        CheckpointNotFoundError: none is committed.
-        FormatTooNewError: the newest was written by a newer version.
-        DamagedCheckpointError: all are known to be damaged.
+        CheckpointNotFoundError: none is committed, or none is healthy.
+        FormatTooNewError: the one to take was written by a newer version.
+        DamagedCheckpointError: it and all it descends from are known to be damaged.
+        OSError: the storage failed.
     """
     listing = root.listing()
     if not listing.iterations:
-        located = locate(root.path, root.storage)
-        raise _not_committed(located.root.path, [])
-    newest_time = max(i.commit.time for i in listing.iterations)
-    for entry in listing.uncommitted:
-        if entry.kind == "too-new" and entry.error is not None and entry.time >= newest_time:
-            raise entry.error
-    events = read_events(root)
-    known = links(listing.iterations, events)
-    choice = decide(listing.iterations, root.tracker(), load_healthy=load_healthy, exclude=exclude)
-    if choice.iteration.commit.digest not in exclude:
-        return choice
-    commit = choice.iteration.commit
-    for older in ancestors(listing.iterations, commit.lineage, commit.parent, known):
-        if older.commit.digest not in exclude:
-            text = f"{choice.iteration.dirname} is marked as damaged; taking {older.dirname}, from which it descends"
-            return Choice(older, [*choice.warnings, text])
-    raise DamagedCheckpointError(
-        f"{root.path}: {choice.iteration.dirname} is marked as damaged, and so is all it descends from",
-        hint=f"perdure verify --read-data {root.path}",
-    )
+        locate(root.path, root.storage)
+        raise _not_committed(root.path, [])
+    known = links(listing.iterations, read_events(root))
+    return decide(listing, root.tracker(), known, load_healthy=load_healthy, exclude=exclude, where=root.path)
 
 
 def decide(
-    iterations: Sequence[Iteration],
+    listing: RootListing,
     tracker: TrackerReading,
+    known: Links,
     *,
     load_healthy: bool = False,
     exclude: Collection[str] = (),
+    where: str = "the root",
 ) -> Choice:
-    """Pure: the tracker's iteration where it names a committed one, else the newest by sequence."""
-    warnings: list[str] = []
-    named = next((i for i in iterations if i.iteration == tracker.iteration), None)
-    if named is None:
-        newest = newest_by_lineage(iterations)
-        chosen = next(iter(newest.values()))
-        said = {"missing": "there is no tracker", "unreadable": f"the tracker is not readable: {tracker.text!r}"}.get(
-            tracker.state, f"the tracker says {tracker.text!r}, which is not committed"
-        )
-        warnings.append(f"{said}; taking {chosen.dirname}, the newest that is committed")
-        if len(newest) > 1:
-            warnings.append(f"the root holds {len(newest)} runs; this is the one that saved last")
+    """The pure part of `choose`: the tracker's iteration where it names a committed one, else the newest.
+
+    Newest and older go by lineage, sequence and parents; iteration numbers are compared with the tracker's
+    text and nothing else.
+    """
+    iterations = listing.iterations
+    chosen = next((i for i in iterations if i.iteration == tracker.iteration), None)
+    if chosen is not None:
+        warnings = _newer_ones(iterations, chosen)
     else:
-        chosen = named
-        later = [
-            i
-            for i in iterations
-            if i.commit.lineage == chosen.commit.lineage and i.commit.sequence > chosen.commit.sequence
-        ]
-        if later:
-            names = ", ".join(i.dirname for i in later[:3])
-            warnings.append(f"the tracker names {chosen.dirname}; {len(later)} newer ones are committed too: {names}")
-    if load_healthy and not chosen.commit.healthy:
-        sound = [
-            i
-            for i in iterations
-            if i.commit.lineage == chosen.commit.lineage
-            and i.commit.sequence <= chosen.commit.sequence
-            and i.commit.healthy
-            and i.commit.digest not in exclude
-        ]
-        if sound:
-            healthy = max(sound, key=lambda i: i.commit.sequence)
-            warnings.append(f"{chosen.dirname} is marked abnormal; taking {healthy.dirname} (load_healthy)")
-            chosen = healthy
-        else:
-            warnings.append(f"{chosen.dirname} is marked abnormal, but no healthy one is left")
-    return Choice(chosen, warnings)
+        chosen, warnings = _newest(listing, tracker)
+    line = [chosen, *ancestors(iterations, chosen.commit.lineage, chosen.commit.parent, known)]
+    sound = [i for i in line if i.commit.digest not in exclude]
+    if not sound:
+        raise DamagedCheckpointError(
+            f"{where}: {chosen.dirname} is marked as damaged, and no sound one that it descends from is left",
+            hint=f"perdure verify --read-data {where}",
+        )
+    if sound[0] is not chosen:
+        warnings.append(f"{chosen.dirname} is marked as damaged; taking {sound[0].dirname}, from which it descends")
+    if not load_healthy or sound[0].commit.healthy:
+        return Choice(sound[0], warnings)
+    healthy = next((i for i in sound if i.commit.healthy), None)
+    if healthy is None:
+        raise CheckpointNotFoundError(
+            f"{where}: {sound[0].dirname} is marked abnormal, and no healthy one that it descends from is left",
+            hint="set checkpoint.load_healthy=False, or name an iteration directory as load_path",
+        )
+    warnings.append(f"{sound[0].dirname} is marked abnormal; taking {healthy.dirname} (load_healthy)")
+    return Choice(healthy, warnings)
 
 
 def fallback(root: Root, iteration: Iteration, *, exclude: Collection[str] = ()) -> Iteration | None:
@@ -161,7 +141,62 @@ def fallback(root: Root, iteration: Iteration, *, exclude: Collection[str] = ())
     iterations = root.iterations()
     known = links(iterations, read_events(root))
     commit = iteration.commit
-    for older in ancestors(iterations, commit.lineage, commit.parent, known):
-        if older.commit.digest not in exclude:
-            return older
-    return None
+    older = ancestors(iterations, commit.lineage, commit.parent, known)
+    return next((i for i in older if i.commit.digest not in exclude), None)
+
+
+def _newer_ones(iterations: Sequence[Iteration], chosen: Iteration) -> list[str]:
+    """A warning where the tracker has been left behind, or set back."""
+    later = [
+        i.dirname
+        for i in iterations
+        if i.commit.lineage == chosen.commit.lineage and i.commit.sequence > chosen.commit.sequence
+    ]
+    if not later:
+        return []
+    more = f" and {len(later) - 3} more" if len(later) > 3 else ""
+    were = "was" if len(later) == 1 else "were"
+    return [
+        f"the tracker names {chosen.dirname}, which is taken; saved later and not taken {were} "
+        f"{', '.join(later[-3:])}{more}"
+    ]
+
+
+def _newest(listing: RootListing, tracker: TrackerReading) -> tuple[Iteration, list[str]]:
+    """The newest committed iteration, where the tracker is of no use, with the reason."""
+    newest = newest_by_lineage(listing.iterations)
+    chosen = next(iter(newest.values()))
+    last = max(i.commit.time for i in listing.iterations)
+    entry = next((u for u in listing.uncommitted if u.iteration == tracker.iteration and not _leftover(u)), None)
+    if tracker.state != "ok":
+        entry = next((u for u in listing.uncommitted if u.kind == "too-new" and u.time >= last), None)
+    if entry is not None and entry.kind == "too-new" and entry.error is not None:
+        raise entry.error
+    if tracker.state == "missing":
+        said = f"there is no tracker ({TRACKER})"
+    elif tracker.state == "unreadable":
+        said = f"the tracker reads {tracker.text!r}, which is no iteration"
+    else:
+        why = f" ({entry.why})" if entry is not None else ""
+        said = f"the tracker says {tracker.text!r}, which is not a committed iteration{why}"
+    warnings = [f"{said}; taking {chosen.dirname}, the newest that is committed"]
+    if len(newest) > 1:
+        warnings.append(
+            f"the root holds {len(newest)} runs ({', '.join(newest)}); {chosen.dirname} is of the one that saved last"
+        )
+    return chosen, warnings
+
+
+def _leftover(entry: Uncommitted) -> bool:
+    return entry.kind in ("partial", "replaced", "removed")
+
+
+def _not_committed(path: str, found: Sequence[Uncommitted]) -> PerdureError:
+    for entry in found:
+        if entry.error is not None:
+            return entry.error
+    shown = "; ".join(f"{entry.name}: {entry.why}" for entry in found[:3])
+    return CheckpointNotFoundError(
+        f"{path} holds no committed iteration{f' ({shown})' if shown else ''}",
+        hint=f"a save that was interrupted is never loaded; see `perdure ls {path}`",
+    )

@@ -16,6 +16,8 @@ import socket
 import struct
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from perdure.errors import RootLockedError, SaveError
@@ -24,8 +26,10 @@ from perdure.format.names import LOCK
 __all__ = ["RootLock"]
 
 HEARTBEAT_S = 10.0
+SETTLE_S = 0.2
 STALE_S = 60.0
 _LIMIT = 4096
+_HELD: weakref.WeakSet[RootLock] = weakref.WeakSet()
 
 
 class RootLock:
@@ -34,37 +38,72 @@ class RootLock:
     def __init__(self, path: str, fd: int, owner: dict[str, Any], *, kernel: bool) -> None:
         self._path, self._fd, self._owner, self._kernel = path, fd, owner, kernel
         self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="perdure-heartbeat", daemon=True)
         if not kernel:
-            threading.Thread(target=self._beat, name="perdure-heartbeat", daemon=True).start()
+            self._thread.start()
+        _HELD.add(self)
 
     @classmethod
-    def acquire(cls, directory: str, *, attempt: str) -> RootLock:
-        """Takes the lock of a directory.
+    def acquire(
+        cls,
+        directory: str,
+        *,
+        attempt: str,
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> RootLock:
+        """Takes the lock of a directory, which must exist.
+
+        Args:
+            attempt: id of this start of the command; told to whoever is refused.
+            now, clock, sleep: wall clock, and the clock by which a heartbeat's standstill is measured.
 
         Raises:
             RootLockedError: a living process holds it; host, process and since when are named.
         """
         path = os.path.join(directory, LOCK)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         owner = {
-            "host": socket.gethostname(),
-            "boot": _boot_id(),
+            **_place(),
             "pid": os.getpid(),
             "started": _start_time(os.getpid()),
-            "since": time.time(),
+            "since": round(now(), 3),
             "attempt": attempt,
         }
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            try:
+                kernel = _lock(fd)
+                if kernel is False:
+                    raise _held(path, _read(fd))
+                if kernel is None:
+                    _wait_for_dead(path, fd, clock, sleep)
+                if not _is_at(fd, path):
+                    # Somebody removed the file between our opening and locking it: the lock is on nothing.
+                    os.close(fd)
+                    continue
+                _write(fd, owner)
+                if kernel is None:
+                    # Two that found the same dead holder both write; the one that reads itself back has it.
+                    sleep(SETTLE_S)
+                    if _read(fd) != owner:
+                        raise _held(path, _read(fd))
+            except BaseException:
+                os.close(fd)
+                raise
+            return cls(path, fd, owner, kernel=bool(kernel))
+
+    @property
+    def path(self) -> str:
+        """The lock file."""
+        return self._path
+
+    def still_mine(self) -> bool:
+        """Whether the file is still the one that was locked, and still names this holder."""
         try:
-            kernel = _lock(fd)
-            if kernel is False:
-                raise _held(path, _read(fd))
-            if kernel is None:
-                _wait_for_dead(path, fd)
-            _write(fd, owner)
-        except BaseException:
-            os.close(fd)
-            raise
-        return cls(path, fd, owner, kernel=bool(kernel))
+            return self._fd >= 0 and _is_at(self._fd, self._path) and _read(self._fd) == self._owner
+        except OSError:
+            return False
 
     def check(self) -> None:
         """To be called just before something becomes visible.
@@ -72,11 +111,7 @@ class RootLock:
         Raises:
             SaveError: another process has taken over meanwhile (this one was taken for dead).
         """
-        try:
-            same = os.fstat(self._fd).st_ino == os.stat(self._path).st_ino and _read(self._fd) == self._owner
-        except OSError:
-            same = False
-        if not same:
+        if not self.still_mine():
             raise SaveError(
                 f"{self._path}: another process has taken this root over; nothing was published",
                 hint="two runs must not save below one root: give one of them another checkpoint.save_path",
@@ -85,10 +120,20 @@ class RootLock:
     def release(self) -> None:
         """Gives the lock back; the file stays, empty."""
         self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5.0)
+        _HELD.discard(self)
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, 0)
+                if _is_at(fd, self._path) and _read(fd) == self._owner:
+                    os.ftruncate(fd, 0)
+            os.close(fd)
+
+    def _forget(self) -> None:
+        """In a forked child: the lock is the parent's, and must not outlive it here."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
             os.close(fd)
 
     def _beat(self) -> None:
@@ -112,35 +157,52 @@ def _lock(fd: int) -> bool | None:
         raise
 
 
-def _wait_for_dead(path: str, fd: int) -> None:
+def _wait_for_dead(path: str, fd: int, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
     """Returns when whoever the file names is surely dead."""
     holder = _read(fd)
     if not holder:
         return
-    if holder.get("host") == socket.gethostname():
-        if holder.get("boot") == _boot_id() and _start_time(int(holder.get("pid", 0))) == holder.get("started"):
+    # The same host name may be another container or machine: only one kernel's process table can tell.
+    if holder.get("boot") and all(holder.get(key) == value for key, value in _place().items()):
+        pid, started = holder.get("pid"), holder.get("started")
+        if isinstance(pid, int) and started and _start_time(pid) == started:
             raise _held(path, holder)
         return
-    seen, deadline = os.fstat(fd).st_mtime_ns, time.monotonic() + STALE_S
-    while time.monotonic() < deadline:
-        time.sleep(1.0)
+    seen, deadline = os.fstat(fd).st_mtime_ns, clock() + STALE_S
+    while clock() < deadline:
+        sleep(1.0)
         if os.fstat(fd).st_mtime_ns != seen:
             raise _held(path, holder)
 
 
 def _held(path: str, holder: dict[str, Any]) -> RootLockedError:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(holder.get("since", 0))))
-    who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}, since {since}" if holder else "a process"
+    since = holder.get("since")
+    when = f", since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(since))}" if _is_time(since) else ""
+    who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}{when}" if holder else "another process"
     return RootLockedError(
         f"{os.path.dirname(path)} is being written to by {who}",
         hint="wait for it or stop it; or give this run another checkpoint.save_path",
     )
 
 
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < 1 << 40
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """Whether the open file is the one that the path names."""
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    here = os.fstat(fd)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
 def _read(fd: int) -> dict[str, Any]:
     try:
         value = json.loads(os.pread(fd, _LIMIT, 0))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -150,12 +212,15 @@ def _write(fd: int, owner: dict[str, Any]) -> None:
     os.pwrite(fd, json.dumps(owner).encode() + b"\n", 0)
 
 
-def _boot_id() -> str:
+def _place() -> dict[str, str]:
+    """Which process table a process id belongs to."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
+            boot = file.read().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        return ""
+        boot = namespace = ""
+    return {"host": socket.gethostname(), "boot": boot, "namespace": namespace}
 
 
 def _start_time(pid: int) -> str:
@@ -165,3 +230,13 @@ def _start_time(pid: int) -> str:
             return file.read().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
+
+
+def _after_fork() -> None:
+    for lock in list(_HELD):
+        lock._forget()
+    _HELD.clear()
+
+
+# A worker process that outlives its killed parent would otherwise keep the lock.
+os.register_at_fork(after_in_child=_after_fork)

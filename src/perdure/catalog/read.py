@@ -21,7 +21,17 @@ from perdure.format.names import COMMIT, COMMON, METADATA, parse_shard_filename
 from perdure.format.safetensors import Header, header_length, parse_header
 from perdure.storage.base import Directory, FileReader
 
-__all__ = ["IterationContent", "ShardFiles", "open_shards", "read_checked", "read_header", "read_iteration", "save_tag"]
+__all__ = [
+    "IterationContent",
+    "ShardFiles",
+    "open_shards",
+    "read_checked",
+    "read_common",
+    "read_header",
+    "read_iteration",
+    "read_metadata",
+    "save_tag",
+]
 
 _COMMON_LIMIT = 1 << 20
 _METADATA_LIMIT = 2 << 30
@@ -57,21 +67,33 @@ def read_iteration(directory: Directory, verify: bool = True) -> IterationConten
         raise DamagedCheckpointError(
             f"{os.path.join(directory.path, COMMIT)}: missing; the iteration is not committed", file=COMMIT
         )
-    limit = min(_METADATA_LIMIT, commit.size)
-    metadata_path = os.path.join(directory.path, METADATA)
-    common_path = os.path.join(directory.path, COMMON)
-    raw_metadata = read_checked(directory, METADATA, commit.metadata_digest if verify else "", limit)
-    metadata = CheckpointMetadata.decode(raw_metadata, metadata_path)
-    raw_common = read_checked(directory, COMMON, commit.common_digest if verify else "", _COMMON_LIMIT)
-    common = CommonInfo.decode(raw_common, common_path)
-    if verify:
-        metadata.check(metadata_path)
-        if common.global_step != commit.iteration:
-            raise DamagedCheckpointError(
-                f"{common_path}: global_step {common.global_step}, but iteration {commit.iteration} was committed",
-                file=COMMON,
-            )
+    metadata = read_metadata(directory, commit, verify)
+    common = read_common(directory, commit, verify)
+    if verify and common.global_step != commit.iteration:
+        path = os.path.join(directory.path, COMMON)
+        raise DamagedCheckpointError(
+            f"{path}: global_step {common.global_step}, but iteration {commit.iteration} was committed", file=COMMON
+        )
     return IterationContent(commit, metadata, common)
+
+
+def read_metadata(directory: Directory, commit: CommitRecord, verify: bool = True) -> CheckpointMetadata:
+    """metadata.json of a committed iteration; errors as of `read_iteration`."""
+    path = os.path.join(directory.path, METADATA)
+    # It counts among the committed bytes: a larger file is not the one that was written.
+    limit = min(_METADATA_LIMIT, commit.size)
+    metadata = CheckpointMetadata.decode(
+        read_checked(directory, METADATA, commit.metadata_digest if verify else "", limit), path
+    )
+    if verify:
+        metadata.check(path)
+    return metadata
+
+
+def read_common(directory: Directory, commit: CommitRecord, verify: bool = True) -> CommonInfo:
+    """common.json of a committed iteration; errors as of `read_iteration`."""
+    data = read_checked(directory, COMMON, commit.common_digest if verify else "", _COMMON_LIMIT)
+    return CommonInfo.decode(data, os.path.join(directory.path, COMMON))
 
 
 def read_checked(directory: Directory, name: str, digest: str, limit: int) -> bytes:
@@ -159,6 +181,10 @@ class ShardFiles:
     def header(self, index: int) -> Header:
         """The checked header of file number `index`."""
         return self._file(index)[1]
+
+    def keys(self, index: int) -> set[str]:
+        """The keys that the metadata expects in file number `index`."""
+        return {key for _, _, key, _, _ in self._expected.get(index, ())}
 
     def check(self) -> None:
         """Opens every file and checks its header, so that nothing is read of an iteration that isn't whole."""

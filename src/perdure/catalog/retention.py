@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from perdure.catalog.publish import remove_iteration
 from perdure.catalog.root import Iteration, Root
+from perdure.format.names import COMMIT, COMMON, METADATA, parse_shard_filename
 
 __all__ = ["Verdict", "keep", "remove"]
 
@@ -45,9 +46,17 @@ def keep(
 def remove(root: Root, iteration: Iteration) -> list[str]:
     """Removes an iteration; gives warnings instead of raising. One that is gone already is no fault."""
     try:
+        with root.open(iteration) as directory:
+            foreign = [n for n in directory.names() if not _ours(n)]
+        if foreign:
+            return [f"{iteration.dirname} is not removed: it holds what is not of the checkpoint: {foreign[0]}"]
         remove_iteration(root, iteration)
     except FileNotFoundError:
         return []
     except OSError as error:
         return [f"{iteration.dirname} could not be removed now and will be tried again: {error}"]
     return []
+
+
+def _ours(name: str) -> bool:
+    return name in (COMMIT, METADATA, COMMON) or parse_shard_filename(name) is not None

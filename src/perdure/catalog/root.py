@@ -11,6 +11,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from perdure.errors import DamagedCheckpointError, FormatTooNewError
 from perdure.format.commit import CommitRecord
 from perdure.format.names import (
@@ -198,7 +200,7 @@ class Root:
                 return None
             raise
         except FormatTooNewError as error:
-            return Uncommitted(name, "too-new", error.message, number, error, getattr(error, "time", 0.0))
+            return Uncommitted(name, "too-new", error.message, number, error, self._commit_time(path))
         except DamagedCheckpointError as error:
             return Uncommitted(name, "damaged", error.message, number, error)
         if commit is None:
@@ -211,6 +213,15 @@ class Root:
             )
             return Uncommitted(name, "damaged", damage.message, number, damage)
         return Iteration(number, path, name, commit)
+
+    def _commit_time(self, path: str) -> float:
+        """When a newer version committed it, as far as that can be told."""
+        try:
+            with self.storage.open_directory(path) as directory:
+                value = msgspec.json.decode(directory.read(COMMIT, COMMIT_LIMIT)).get("time")
+        except (OSError, EOFError, msgspec.DecodeError, ValueError, AttributeError):
+            return 0.0
+        return float(value) if isinstance(value, int | float) else 0.0
 
     def _look_at_leftover(self, name: str, present: set[str]) -> Iteration | Uncommitted | None:
         leftover = parse_leftover(name)

@@ -69,7 +69,7 @@ class LocalStorage(Storage):
             raise
 
     def append(self, path: str, data: Buffer, durable: bool) -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             written = os.write(fd, data)
             if written != len(data):
@@ -114,7 +114,8 @@ class LocalStorage(Storage):
 class _LocalWriter(FileWriter):
     def __init__(self, path: str, size: int, direct: bool, replace: bool = False) -> None:
         self._path = path
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if replace else os.O_EXCL)
+        # O_NOFOLLOW: a link in a root must not make us write outside of it.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_TRUNC if replace else os.O_EXCL)
         self._fd = os.open(path, flags, 0o644)
         self._direct_fd = -1
         try:

@@ -1,0 +1,64 @@
+"""`perdure verify`: is what lies there what was written?"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from perdure.catalog.verify import Report, verify
+from perdure.cli import render
+
+__all__ = ["command"]
+
+
+@click.command("verify")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--read-data", is_flag=True, help="Read every byte of every tensor too.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def command(path: Path, read_data: bool, as_json: bool) -> int:
+    """Checks PATH, an iteration directory or a whole root, and changes nothing.
+
+    Structure and headers always; with --read-data the digest of every block of every tensor. Exit code 1 where
+    anything isn't what was written.
+    """
+    with ExitStack() as stack:
+        advance: list[render.Advance] = []
+        done = 0
+
+        def progress(count: int, total: int) -> None:
+            nonlocal done
+            if not advance:
+                advance.append(stack.enter_context(render.progress("verifying", total)))
+            advance[0](count - done)
+            done = count
+
+        report = verify(path, read_data=read_data, progress=progress)
+    if as_json:
+        render.print_json({**asdict(report), "ok": report.ok, "read_data": read_data})
+    else:
+        _show(report, read_data)
+    return 0 if report.ok else 1
+
+
+def _show(report: Report, read_data: bool) -> None:
+    for note in report.notes:
+        render.note(f"note: {note}")
+    for problem in report.problems:
+        render.say(f"problem: {problem.what}")
+        if problem.expected or problem.found:
+            render.say(f"  expected {problem.expected or '-'}, found {problem.found or '-'}")
+        if problem.hint:
+            render.say(f"  hint: {problem.hint}")
+    count = len(report.iterations)
+    checked = f"{count} iteration{'s' if count != 1 else ''}"
+    depth = f"every byte ({render.human_bytes(report.bytes_read)} of tensors)" if read_data else "structure and headers"
+    if report.ok:
+        render.say(f"{checked} in {report.path}: {depth} as written")
+        if not read_data:
+            render.note("tensor data were not read; --read-data does")
+    else:
+        faults = len(report.problems)
+        render.say(f"{faults} problem{'s' if faults != 1 else ''} in {checked} of {report.path}")
