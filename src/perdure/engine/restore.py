@@ -21,6 +21,7 @@ from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.engine.saveroot import SaveRoot
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError, UsageError
+from perdure.format.names import parse_iteration_dirname
 from perdure.state.model import model_tensors, parameter_names
 
 __all__ = ["Loaded", "Restore"]

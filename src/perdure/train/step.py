@@ -20,8 +20,10 @@ from perdure.data.loader import StepBatch
 from perdure.engine.ranks import Ranks
 from perdure.errors import UsageError
 from perdure.optim.scaler import LossScaler
+from perdure.parallel.gradients import global_norm, scale, settle, sum_over_replicas
+from perdure.parallel.mesh import Mesh
 from perdure.state.random import seed_streams
-from perdure.train.gradients import sum_gradients
+from perdure.train.stop import SIGNALS
 
 __all__ = ["LossFunction", "StepResult", "TrainStep", "next_token_loss"]
 
@@ -76,6 +78,7 @@ class TrainStep:
         *,
         loss: LossFunction,
         ranks: Ranks,
+        mesh: Mesh,
         device: torch.device,
         scaler: LossScaler,
         seed: int,
@@ -83,7 +86,7 @@ class TrainStep:
         skip_non_finite: bool,
     ) -> None:
         self._model, self._optimizer, self._loss = model, optimizer, loss
-        self._ranks, self._device, self._scaler = ranks, device, scaler
+        self._ranks, self._mesh, self._device, self._scaler = ranks, mesh, device, scaler
         self._seed, self._max_norm, self._skip = seed, max_norm, skip_non_finite
 
     def run(
@@ -120,28 +123,29 @@ class TrainStep:
         stop: int,
     ) -> StepResult:
         gradients = self._gradients()
-        sum_gradients(gradients, self._ranks)
+        sum_over_replicas(gradients, self._mesh.replicas)
         # One reduction carries everything the ranks must agree on; 32-bit halves keep sums exact in float64.
+        mine = [float(loss_sum), tokens, id_sum & 0xFFFFFFFF, id_sum >> 32 & 0xFFFFFFFF]
         shared = torch.tensor(
-            [float(loss_sum), tokens, id_sum & 0xFFFFFFFF, id_sum >> 32 & 0xFFFFFFFF, stop], dtype=torch.float64
+            [value * self._mesh.counts for value in mine] + [float(stop == number) for number in SIGNALS],
+            dtype=torch.float64,
         )
         self._ranks.sum(shared, "finishing a step")
-        loss, count, low, high, stops = shared.tolist()
+        loss, count, low, high, *asked = shared.tolist()
         count = max(count, 1.0)
-        if count != batch_size or self._scaler.scale != 1.0:
-            torch._foreach_mul_(gradients, batch_size / count / self._scaler.scale)
-        norm = self._norm(gradients)
+        scale(gradients, self._mesh.mean_over * batch_size / count / self._scaler.scale)
+        norm = global_norm(gradients)
         finite = math.isfinite(norm)
         applied = finite or not (self._skip or self._scaler.dynamic)
         if applied:
             if self._max_norm > 0 and finite and norm > self._max_norm:
-                torch._foreach_mul_(gradients, self._max_norm / (norm + 1e-6))
+                scale(gradients, self._max_norm / (norm + 1e-6))
             for group in self._optimizer.param_groups:
                 group["lr"] = rate(group)
             self._optimizer.step()
         self._scaler.update(finite)
         self._optimizer.zero_grad(set_to_none=True)
-        stopped = stop or (int(stops) if stops else 0)
+        stopped = next((int(number) for number, votes in zip(SIGNALS, asked, strict=True) if votes), 0)
         return StepResult(
             loss / count, norm, int(count), applied, finite, stopped, int(low) + (int(high) << 32) & (1 << 64) - 1
         )
@@ -149,13 +153,9 @@ class TrainStep:
     def _gradients(self) -> list[Tensor]:
         if hasattr(self._optimizer, "grads"):
             return list(self._optimizer.grads())
-        return [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-    def _norm(self, gradients: list[Tensor]) -> float:
-        if not gradients:
-            return 0.0
-        norms = torch._foreach_norm(gradients, 2)
-        return float(torch.linalg.vector_norm(torch.stack([n.to(torch.float64) for n in norms])))
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        settle(parameters)
+        return [p.grad for p in parameters if p.grad is not None]
 
 
 def to_device(data: Any, device: torch.device) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from perdure.config.load import dump_config, load_config, load_config_mapping
+from perdure.config.ranks import check_ranks
 from perdure.config.schema import TrainConfig
 from perdure.data.loader import StepBatch
 from perdure.engine.checkpointer import Checkpointer
@@ -19,6 +20,8 @@ from perdure.engine.ranks import Ranks
 from perdure.errors import PerdureError, TrainingError, UsageError
 from perdure.format.common import HEALTHY, UNHEALTHY
 from perdure.optim.scaler import LossScaler
+from perdure.parallel.apply import parallelize
+from perdure.parallel.mesh import make_mesh
 from perdure.state.random import seed_all
 from perdure.train import build
 from perdure.train.callbacks.base import Callback
@@ -102,15 +105,15 @@ class Trainer:
         self.ranks = Ranks()
         self.console = Console(self.ranks.is_first)
         stack.callback(self.console.end)
-        build.check_world(config, self.ranks.size)
         self.device = _device()
+        self.mesh = make_mesh(check_ranks(config, self.ranks.size), self.device)
         torch.use_deterministic_algorithms(training.deterministic)
         seed_all(training.seed)
         self.train_dataset = build.data(config, self.train_dataset)
-        self.model = build.network(config, self.model, self.train_dataset).to(self.device)
+        self.model = parallelize(build.network(config, self.model, self.train_dataset).to(self.device), self.mesh)
         self.optimizer, self._rate = build.optimizer_and_schedule(config, self.model, self.optimizer)
         self.scaler = LossScaler.for_dtypes(*(p.dtype for p in self.model.parameters()))
-        self.loader = build.loader(config, self.train_dataset, self.ranks)
+        self.loader = build.loader(config, self.train_dataset, self.mesh)
         stack.callback(self.loader.close)
         self._callbacks = build.callbacks(config, self._callbacks)
         self._settings = build.settings_of(config, self.optimizer)
@@ -134,6 +137,7 @@ class Trainer:
             self.optimizer,
             loss=self._loss,
             ranks=self.ranks,
+            mesh=self.mesh,
             device=self.device,
             scaler=self.scaler,
             seed=training.seed,

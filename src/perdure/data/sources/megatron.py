@@ -61,7 +61,8 @@ class MegatronIndexed:
         tokens = int(self._ends[-1]) if len(self._ends) else 0
         self._length = window_count(tokens, seq_length, str(prefix))
         begins = np.concatenate([np.zeros(1, dtype=np.int64), self._ends])
-        self._document_begins = np.unique(begins[documents])
+        marks = np.unique(np.concatenate([begins[:1], begins[documents], begins[-1:]]))
+        self._document_begins, self._document_ends = marks[:-1], marks[1:]
 
     def __len__(self) -> int:
         return self._length
@@ -77,6 +78,15 @@ class MegatronIndexed:
             sample["position_ids"] = torch.from_numpy(position - self._document_begins[document])
             sample["document_ids"] = torch.from_numpy(document - document[0])
         return sample
+
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Token counts of the documents that have any, for packing."""
+        lengths: NDArray[np.int64] = self._document_ends - self._document_begins
+        return lengths
+
+    def document(self, index: int) -> NDArray[np.int64]:
+        """Token ids of a document."""
+        return self._tokens(int(self._document_begins[index]), int(self._document_ends[index]))
 
     def identity(self) -> dict[str, Any]:
         """Type, number of samples, sequence length, and a digest of both files' names and sizes."""

@@ -18,6 +18,12 @@ SOURCES: dict[str, tuple[str, str]] = {
     "TokenFile": ("perdure.data.sources.tokenfile", "TokenFile"),
     "MegatronIndexed": ("perdure.data.sources.megatron", "MegatronIndexed"),
     "BlendedMegatronDatasetDataLoader": ("perdure.data.sources.megatron", "MegatronIndexed"),
+    "HuggingFace": ("perdure.data.sources.tables", "HuggingFace"),
+    "HFDataLoader": ("perdure.data.sources.tables", "HuggingFace"),
+    "Jsonl": ("perdure.data.sources.tables", "Jsonl"),
+    "Parquet": ("perdure.data.sources.tables", "Parquet"),
+    "Arrow": ("perdure.data.sources.tables", "Arrow"),
+    "Packed": ("perdure.data.packing", "Packed"),
     "Mixture": ("perdure.data.mixture", "Mixture"),
 }
 

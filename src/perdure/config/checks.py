@@ -1,0 +1,100 @@
+"""Checks across keys: combinations that cannot work, found before anything is built. Pure but for path names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from perdure.config.faults import found
+from perdure.format.names import parse_iteration_dirname
+
+if TYPE_CHECKING:
+    from perdure.config.schema import TrainConfig
+
+__all__ = ["Finding", "cross_checks", "nearest_multiples"]
+
+
+class Finding(NamedTuple):
+    """A fault at `key` that also rests on the keys in `about`; it is not told when one of them is faulty itself."""
+
+    key: str
+    text: str
+    about: tuple[str, ...] = ()
+    hint: str | None = None
+
+
+def cross_checks(config: TrainConfig) -> Iterator[Finding]:
+    """Everything that is wrong with a configuration of which each key is right by itself."""
+    yield from _batch_sizes(config)
+    yield from _data(config)
+    yield from _parallelism(config)
+    yield from _checkpoint(config)
+
+
+def _batch_sizes(config: TrainConfig) -> Iterator[Finding]:
+    training = config.training
+    size, unit, ramp = training.global_batch_size, training.local_batch_size, training.rampup_batch_size
+    if size % unit:
+        text = (
+            f"expected a multiple of local_batch_size ({unit}), found {size}; nearest: {nearest_multiples(size, unit)}"
+        )
+        yield Finding("training.global_batch_size", text, ("training.local_batch_size",))
+    if ramp is None:
+        return
+    start, increment, _ = ramp
+    key, about = "training.rampup_batch_size", ("training.global_batch_size", "training.local_batch_size")
+    if start > size:
+        yield Finding(key, f"expected a start of at most global_batch_size ({size}), found {start}", about)
+    elif (size - start) % increment:
+        text = f"expected increments of {increment} that lead from {start} to global_batch_size ({size}) exactly"
+        yield Finding(key, f"{text}, found a rest of {(size - start) % increment}", about)
+    if start % unit or increment % unit:
+        text = f"expected a start and an increment that are multiples of local_batch_size ({unit})"
+        yield Finding(key, f"{text}, found {start} and {increment}", about)
+
+
+def nearest_multiples(size: int, unit: int) -> str:
+    """The multiples of `unit` around `size`: `48 or 64`."""
+    below = size // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def _data(config: TrainConfig) -> Iterator[Finding]:
+    training = config.training
+    if training.ignore_data_skip and training.data_skip_steps:
+        text = f"expected 0 together with ignore_data_skip, found {training.data_skip_steps}"
+        yield Finding("training.data_skip_steps", text, ("training.ignore_data_skip",))
+    if training.eval_interleaved_steps and config.eval_dataset is None:
+        text = f"expected an eval_dataset section for it, or 0; found {training.eval_interleaved_steps}"
+        yield Finding("training.eval_interleaved_steps", text, ("eval_dataset",))
+    if config.eval_dataset is not None and config.eval_dataset.dataloader.type is None:
+        yield Finding("eval_dataset.dataloader.type", "missing", ("eval_dataset",))
+
+
+def _parallelism(config: TrainConfig) -> Iterator[Finding]:
+    parallelism = config.parallelism
+    if parallelism.tensor_parallel > 1 and not parallelism.sequence_parallel:
+        text = f"expected sequence_parallel true with a degree above 1, found {found(parallelism.tensor_parallel)}"
+        yield Finding("parallelism.tensor_parallel", text, ("parallelism.sequence_parallel",))
+
+
+def _checkpoint(config: TrainConfig) -> Iterator[Finding]:
+    checkpoint = config.checkpoint
+    if checkpoint.save_trainable_only and not checkpoint.base_load_path:
+        text = "expected base_load_path together with it, found an empty one"
+        yield Finding("checkpoint.save_trainable_only", text, ("checkpoint.base_load_path",))
+    if checkpoint.auto_resume and checkpoint.enable_save and checkpoint.no_save_optim:
+        text = "expected false together with auto_resume, found true: nothing resumes without the optimizer"
+        about = ("checkpoint.auto_resume", "checkpoint.enable_save")
+        yield Finding("checkpoint.no_save_optim", text, about)
+    if checkpoint.auto_resume and checkpoint.load_path:
+        directory, name = os.path.split(os.path.realpath(checkpoint.load_path))
+        iteration = parse_iteration_dirname(name)
+        if iteration is not None and directory == os.path.realpath(config.save_path):
+            yield Finding(
+                "checkpoint.load_path",
+                f"expected no iteration in save_path together with auto_resume, found {found(checkpoint.load_path)}",
+                ("checkpoint.auto_resume", "checkpoint.save_path", "output_dir"),
+                hint=f"`perdure rewind {config.save_path} --to {iteration}` goes back to it",
+            )

@@ -1,0 +1,83 @@
+"""Gradients of a step as one thing over all ranks: their sum over replicas, their norm, their scaling."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["global_norm", "scale", "settle", "sum_over_replicas"]
+
+BUCKET = 32 << 20
+
+
+@torch.no_grad()
+def settle(parameters: Iterable[Tensor]) -> None:
+    """Finishes reductions that tensor parallelism has left pending in the gradients of `parameters`."""
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if gradient is not None and any(p.is_partial() for p in getattr(gradient, "placements", ())):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+
+
+def sum_over_replicas(gradients: Sequence[Tensor], group: Any) -> None:
+    """Sums gradients over plain replicas, in place, in buckets of at most 32 MiB (or one tensor)."""
+    if group is None:
+        return
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in map(_local, gradients):
+        if bucket and (size + gradient.nbytes > BUCKET or gradient.dtype != bucket[0].dtype):
+            _sum(bucket, group)
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        _sum(bucket, group)
+
+
+@torch.no_grad()
+def _sum(bucket: list[Tensor], group: Any) -> None:
+    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+    dist.all_reduce(flat, group=group)
+    for gradient, summed in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
+
+
+@torch.no_grad()
+def global_norm(gradients: Sequence[Tensor]) -> float:
+    """The 2-norm over all elements of all gradients, each counted once, the same on every rank."""
+    total = 0.0
+    for group in _alike(gradients):
+        norms = torch._foreach_norm([_local(g) for g in group], 2)
+        square = torch.stack([n.to(torch.float64) for n in norms]).square().sum()
+        for axis, placement in enumerate(getattr(group[0], "placements", ())):
+            if placement.is_shard():
+                dist.all_reduce(square, group=group[0].device_mesh.get_group(axis))  # type: ignore[attr-defined]
+        total += float(square)
+    return math.sqrt(total) if math.isfinite(total) else total
+
+
+@torch.no_grad()
+def scale(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiplies all gradients, in place."""
+    if gradients and factor != 1.0:
+        torch._foreach_mul_([_local(g) for g in gradients], factor)
+
+
+def _alike(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Gradients by what their parts are parts of: the mesh and the placements (all plain ones together)."""
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        mesh = getattr(gradient, "device_mesh", None)
+        groups[None if mesh is None else (mesh, gradient.placements)].append(gradient)  # type: ignore[attr-defined]
+    return list(groups.values())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

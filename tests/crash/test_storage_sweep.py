@@ -1,0 +1,31 @@
+"""No kill at any storage operation of a save, an overwrite, retention, a rewind or clean-up loses a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parents[2]
+SCENARIOS = ("first", "next-with-retention", "overwrite", "overwrite-without-exchange", "clean-up", "rewind")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_kill_at_any_operation_leaves_the_old_or_the_new_truth(scenario: str) -> None:
+    path = os.pathsep.join([str(HERE / "src"), str(HERE)])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.crash.storage_sweep", scenario],
+        capture_output=True,
+        text=True,
+        cwd=HERE,
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["lost"] == []
+    assert result["kills"] == 2 * result["operations"] > 0
