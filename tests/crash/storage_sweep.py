@@ -1,7 +1,7 @@
-"""Kills a save before and after each of its storage operations, and looks at what a new process finds.
+"""Kills a save before and after each of its storage operations, or cuts the power there, and looks at what is found.
 
 Run as a program, in a process of its own that never loads torch, so that forking is cheap and safe:
-`python -m tests.crash.storage_sweep SCENARIO [STRIDE]` prints {"operations", "kills", "lost": [...]}.
+`python -m tests.crash.storage_sweep SCENARIO kill|power` prints {"operations", "tried", "lost": [...]}.
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import product
+
+from tests.checkpoints import Tensor, build_checkpoint, floats, write_shards
+from tests.crash.disk import VIEWS, Disk, PowerCut
 
 from perdure.catalog.choose import choose
 from perdure.catalog.lock import RootLock
@@ -25,7 +31,6 @@ from perdure.errors import CheckpointNotFoundError
 from perdure.storage.base import Storage
 from perdure.storage.faults import Action, FaultStorage
 from perdure.storage.local import LocalStorage
-from tests.checkpoints import Tensor, build_checkpoint, floats, write_shards
 
 LINEAGE = "a1b2c3d4"
 
@@ -83,13 +88,14 @@ SCENARIOS: dict[str, tuple[Callable[[Root], None], Callable[[Root], None], type[
 }
 
 
-def act(path: str, scenario: str, storage: Storage) -> None:
-    """What the process does that gets killed: lock, clean up, save."""
+def act(path: str, scenario: str, storage: Storage, locked: bool = True) -> None:
+    """What the process does that is cut off: lock, clean up, save."""
     root = Root(path, storage)
-    lock = RootLock.acquire(path, attempt="0e")
+    lock = RootLock.acquire(path, attempt="0e") if locked else None
     recover(root, "0e")
     SCENARIOS[scenario][1](root)
-    lock.release()
+    if lock is not None:
+        lock.release()
 
 
 def state_of(root: Root) -> dict[str, str]:
@@ -142,34 +148,64 @@ def faults_after(path: str, scenario: str, before: dict[str, str], after: dict[s
     return found
 
 
-def sweep(scenario: str, stride: int = 1) -> dict[str, object]:
-    """Every `stride`-th operation of a scenario, killed before and after."""
-    build, _, kind = SCENARIOS[scenario]
+def sweep(scenario: str) -> dict[str, object]:
+    """Every operation of a scenario, the process killed before and after it."""
+    kind = SCENARIOS[scenario][2]
     lost: list[str] = []
+    tried = 0
     with tempfile.TemporaryDirectory() as folder:
-        base = os.path.join(folder, "base")
-        os.mkdir(base)
-        build(Root(base))
-        before = state_of(Root(base))
-        whole = shutil.copytree(base, os.path.join(folder, "whole"))
-        counter = FaultStorage(kind())
-        act(whole, scenario, counter)
-        after, operations = state_of(Root(whole)), list(counter.log)
-        kills = 0
+        base, before, after, operations = prepared(scenario, folder)
         actions: tuple[Action, ...] = ("kill-before", "kill-after")
-        for number in range(1, len(operations) + 1, stride):
-            for action in actions:
-                path = shutil.copytree(base, os.path.join(folder, f"{number}-{action}"))
-                storage = FaultStorage(kind(), at=number, action=action)
-                status = in_child(lambda path=path, storage=storage: act(path, scenario, storage))
-                where = f"{scenario}: {action} operation {number}, {operations[number - 1][0]}"
-                if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
-                    lost.append(f"{where}: the process was not killed")
-                kills += 1
-                lost += [f"{where}: {fault}" for fault in faults_after(path, scenario, before, after)]
-                shutil.rmtree(path)
-    return {"operations": len(operations), "kills": kills, "lost": lost}
+        for number, action in product(range(1, len(operations) + 1), actions):
+            path = shutil.copytree(base, os.path.join(folder, "root"))
+            storage = FaultStorage(kind(), at=number, action=action)
+            status = in_child(partial(act, path, scenario, storage))
+            where = f"{scenario}: {action} operation {number}, {operations[number - 1][0]}"
+            if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
+                lost.append(f"{where}: the process was not killed")
+            tried += 1
+            lost += [f"{where}: {fault}" for fault in faults_after(path, scenario, before, after)]
+            shutil.rmtree(path)
+    return {"operations": len(operations), "tried": tried, "lost": lost}
+
+
+def cut_power(scenario: str) -> dict[str, object]:
+    """Every operation of a scenario, the power cut before it, with un-synced names and bytes lost or torn."""
+    exchanges = SCENARIOS[scenario][2] is LocalStorage
+    lost: list[str] = []
+    tried = operations = 0
+    with tempfile.TemporaryDirectory() as folder:
+        base, before, after, _ = prepared(scenario, folder)
+        whole = Disk.of(base, exchanges=exchanges)
+        act("/", scenario, whole, locked=False)
+        operations = whole.count
+        for number, view in product(range(1, operations + 2), VIEWS):
+            disk = Disk.of(base, cut=number, exchanges=exchanges)
+            with suppress(PowerCut):
+                act("/", scenario, disk, locked=False)
+            path = os.path.join(folder, "root")
+            os.mkdir(path)
+            disk.materialise(path, view)
+            tried += 1
+            lost += [
+                f"{scenario}: power cut before operation {number}, {view}: {fault}"
+                for fault in faults_after(path, scenario, before, after)
+            ]
+            shutil.rmtree(path)
+    return {"operations": operations, "tried": tried, "lost": lost}
+
+
+def prepared(scenario: str, folder: str) -> tuple[str, dict[str, str], dict[str, str], list[tuple[str, str]]]:
+    """The root before, in short and after an undisturbed run, and that run's operations."""
+    build, _, kind = SCENARIOS[scenario]
+    base = os.path.join(folder, "base")
+    os.mkdir(base)
+    build(Root(base))
+    whole = shutil.copytree(base, os.path.join(folder, "whole"))
+    counter = FaultStorage(kind())
+    act(whole, scenario, counter)
+    return base, state_of(Root(base)), state_of(Root(whole)), list(counter.log)
 
 
 if __name__ == "__main__":
-    print(json.dumps(sweep(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1)))
+    print(json.dumps((sweep if sys.argv[2] == "kill" else cut_power)(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""No kill at any storage operation of a save, an overwrite, retention, a rewind or clean-up loses a checkpoint."""
+"""No kill and no power cut at any storage operation of a save, retention, rewind or clean-up loses a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ HERE = Path(__file__).resolve().parents[2]
 SCENARIOS = ("first", "next-with-retention", "overwrite", "overwrite-without-exchange", "clean-up", "rewind")
 
 
+@pytest.mark.parametrize("how", ["kill", "power"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_kill_at_any_operation_leaves_the_old_or_the_new_truth(scenario: str) -> None:
+def test_cut_off_at_any_operation_the_old_or_the_new_truth_is_left(scenario: str, how: str) -> None:
     path = os.pathsep.join([str(HERE / "src"), str(HERE)])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.crash.storage_sweep", scenario],
+        [sys.executable, "-m", "tests.crash.storage_sweep", scenario, how],
         capture_output=True,
         text=True,
         cwd=HERE,
@@ -28,4 +29,4 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new_truth(scenario: str) 
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["lost"] == []
-    assert result["kills"] == 2 * result["operations"] > 0
+    assert result["tried"] >= 2 * result["operations"] > 0

@@ -66,9 +66,12 @@ class FaultStorage(Storage):
             raise OSError(self._code, f"{os.strerror(self._code)} (injected at operation {number}, {name})", path)
         if due and self._action == "kill-before":
             os.kill(os.getpid(), signal.SIGKILL)
-        work()
-        if due and self._action == "kill-after":
-            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            work()
+        finally:
+            # Also after one that failed by itself, as an exchange does where there is none.
+            if due and self._action == "kill-after":
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def _read(self, name: str, path: str) -> None:
         if self._reads:
