@@ -1,7 +1,7 @@
 """A disk in memory that knows what has reached the platter: for power cuts, after which un-fsynced things are gone.
 
 A name is durable once its directory was synced, a file's bytes once the file was. `materialise` writes what a
-machine could find after a power cut into a real folder, in one of three views.
+machine could find after a power cut into a real folder, in one of four views.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from perdure.storage.base import Buffer, Directory, FileReader, FileWriter, Stor
 
 __all__ = ["VIEWS", "Disk", "PowerCut", "View"]
 
-View = Literal["dropped", "names-only", "torn"]
-VIEWS: tuple[View, ...] = ("dropped", "names-only", "torn")
-"""dropped: nothing un-synced survived; names-only: all names did, un-synced bytes did not; torn: half of these."""
+View = Literal["dropped", "deleted", "names-only", "torn"]
+VIEWS: tuple[View, ...] = ("dropped", "deleted", "names-only", "torn")
+"""What survived of the un-synced. dropped: nothing; deleted: deletions alone; names-only: every change of names,
+but no bytes; torn: names and half of the bytes."""
 
 
 class PowerCut(BaseException):
@@ -54,7 +55,7 @@ class Disk(Storage):
 
     def materialise(self, path: str, view: View) -> None:
         """Writes into the real, empty folder `path` what is found after the power came back."""
-        _write(self.top, path, view)
+        _write(self.top, path, view, _living(self.top))
 
     def list(self, path: str) -> list[str]:
         return sorted(self._folder(path).entries)
@@ -236,12 +237,24 @@ def _copied(path: str) -> Folder:
     return folder
 
 
-def _write(folder: Folder, path: str, view: View) -> None:
-    for name, node in (folder.durable if view == "dropped" else folder.entries).items():
+def _living(folder: Folder) -> set[int]:
+    """Identities of everything that still has a name."""
+    found: set[int] = set()
+    for node in folder.entries.values():
+        found.add(id(node))
+        if isinstance(node, Folder):
+            found |= _living(node)
+    return found
+
+
+def _write(folder: Folder, path: str, view: View, living: set[int]) -> None:
+    for name, node in (folder.durable if view in ("dropped", "deleted") else folder.entries).items():
         there = os.path.join(path, name)
+        if view == "deleted" and id(node) not in living:
+            continue
         if isinstance(node, Folder):
             os.mkdir(there)
-            _write(node, there, view)
+            _write(node, there, view, living)
             continue
         data = node.durable
         if data is None or (view == "torn" and data != node.data):

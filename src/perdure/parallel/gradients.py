@@ -57,7 +57,7 @@ def global_norm(gradients: Sequence[Tensor]) -> float:
         norms = torch._foreach_norm([_local(g) for g in group], 2)
         square = torch.stack([n.to(torch.float64) for n in norms]).square().sum()
         for axis, placement in enumerate(getattr(group[0], "placements", ())):
-            if placement.is_shard():
+            if not placement.is_replicate():
                 dist.all_reduce(square, group=group[0].device_mesh.get_group(axis))  # type: ignore[attr-defined]
         total += float(square)
     return math.sqrt(total) if math.isfinite(total) else total
