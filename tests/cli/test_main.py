@@ -48,15 +48,15 @@ def perdure(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def test_help_lists_each_command_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     told = capsys.readouterr().out
-    for name in cli.list_commands(click.Context(cli)):  # type: ignore[attr-defined]
+    for name in cli.list_commands(click.Context(cli)):
         assert f"  {name} " in told
         assert COMMANDS[name][1].split(";")[0] in told
 
 
 def test_each_listed_command_can_be_imported_and_has_help() -> None:
     context = click.Context(cli)
-    for name in cli.list_commands(context):  # type: ignore[attr-defined]
-        command = cli.get_command(context, name)  # type: ignore[attr-defined]
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
         assert isinstance(command, click.Command)
         assert command.help
 
@@ -144,19 +144,22 @@ def test_a_pipe_that_broke_elsewhere_is_not_hushed_up(
     assert "worker 3" in capsys.readouterr().err
 
 
-def test_a_reader_that_goes_away_is_quiet() -> None:
-    code = "import sys; from perdure.cli.main import run; sys.stdin.read(); sys.exit(run(['--help']))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    process.stdin.close()
-    with process.stderr as stderr:
-        assert stderr.read() == b""
-    assert process.wait() == 141
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_goes_away_is_quiet(unbuffered: str) -> None:
+    code = "import sys; from perdure.cli.main import run; sys.exit(run(['--help']))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_data_prepare_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -156,9 +157,13 @@ def _sentence(error: click.ClickException) -> str:
 def _reader_has_gone() -> bool:
     """Whether stdout is the pipe that broke; a broken pipe to a worker process must not be hushed up."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # What is still buffered would fail once more when the interpreter closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+        stdout = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return False
+    watch = select.poll()
+    watch.register(stdout, select.POLLOUT)
+    if not any(events & (select.POLLERR | select.POLLHUP) for _, events in watch.poll(0)):
+        return False
+    # What is still buffered would fail once more when the interpreter closes stdout.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+    return True
