@@ -34,8 +34,7 @@ def test_workers_end_with_the_run(tmp_path: Path, how: str, status: int) -> None
     source = str(Path(__file__).parents[3] / "src")
     done = subprocess.run(
         [sys.executable, tmp_path / "script.py", how],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=60,
         env={"PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
