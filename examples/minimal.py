@@ -27,7 +27,7 @@ def train(output: str = "./output/minimal") -> float:
             seed_streams(SEED, batch.first)  # dropout draws the same, restarted or not
             for x, y in batch:  # this rank's micro-batches
                 loss = nn.functional.mse_loss(model(x), y)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             progress.advance(global_batch_size=32)

@@ -27,6 +27,7 @@ __all__ = ["RootLock"]
 
 HEARTBEAT_S = 10.0
 SETTLE_S = 0.2
+GRACE_S = 5.0
 STALE_S = 60.0
 _LIMIT = 4096
 _HELD: weakref.WeakSet[RootLock] = weakref.WeakSet()
@@ -70,28 +71,30 @@ class RootLock:
             "since": round(now(), 3),
             "attempt": attempt,
         }
+        deadline = clock() + GRACE_S
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             try:
                 kernel = _lock(fd)
-                if kernel is False:
+                if kernel is False and (not _known_dead(_read(fd)) or clock() >= deadline):
                     raise _held(path, _read(fd))
                 if kernel is None:
                     _wait_for_dead(path, fd, clock, sleep)
-                if not _is_at(fd, path):
-                    # Somebody removed the file between our opening and locking it: the lock is on nothing.
-                    os.close(fd)
-                    continue
-                _write(fd, owner)
-                if kernel is None:
-                    # Two that found the same dead holder both write; the one that reads itself back has it.
-                    sleep(SETTLE_S)
-                    if _read(fd) != owner:
-                        raise _held(path, _read(fd))
+                # Somebody may have removed the file between our opening and locking it: a lock on nothing.
+                if kernel is not False and _is_at(fd, path):
+                    _write(fd, owner)
+                    if kernel is None:
+                        # Two that found the same dead holder both write; who reads itself back has it.
+                        sleep(SETTLE_S)
+                        if _read(fd) != owner:
+                            raise _held(path, _read(fd))
+                    return cls(path, fd, owner, kernel=bool(kernel))
             except BaseException:
                 os.close(fd)
                 raise
-            return cls(path, fd, owner, kernel=bool(kernel))
+            os.close(fd)
+            # A worker forked just before its parent was killed lets go as soon as it runs.
+            sleep(0.02)
 
     @property
     def path(self) -> str:
@@ -162,17 +165,28 @@ def _wait_for_dead(path: str, fd: int, clock: Callable[[], float], sleep: Callab
     holder = _read(fd)
     if not holder:
         return
-    # The same host name may be another container or machine: only one kernel's process table can tell.
-    if holder.get("boot") and all(holder.get(key) == value for key, value in _place().items()):
-        pid, started = holder.get("pid"), holder.get("started")
-        if isinstance(pid, int) and started and _start_time(pid) == started:
-            raise _held(path, holder)
+    if _known_dead(holder):
         return
+    if _is_here(holder):
+        raise _held(path, holder)
     seen, deadline = os.fstat(fd).st_mtime_ns, clock() + STALE_S
     while clock() < deadline:
         sleep(1.0)
         if os.fstat(fd).st_mtime_ns != seen:
             raise _held(path, holder)
+
+
+def _is_here(holder: dict[str, Any]) -> bool:
+    """Whether the holder's process id means something to us.
+
+    The same host name may be another container or machine: only one kernel's process table can tell.
+    """
+    return bool(holder.get("boot")) and all(holder.get(key) == value for key, value in _place().items())
+
+
+def _known_dead(holder: dict[str, Any]) -> bool:
+    pid, started = holder.get("pid"), holder.get("started")
+    return _is_here(holder) and not (isinstance(pid, int) and started and _start_time(pid) == started)
 
 
 def _held(path: str, holder: dict[str, Any]) -> RootLockedError:
@@ -224,10 +238,11 @@ def _place() -> dict[str, str]:
 
 
 def _start_time(pid: int) -> str:
-    """When a process started, in the kernel's ticks; "" for no such process."""
+    """When a process started, in the kernel's ticks; "" for no such process, or one that is only waited for."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[19]
+            fields = file.read().rpartition(")")[2].split()
+            return "" if fields[0] in "ZX" else fields[19]
     except (OSError, IndexError):
         return ""
 

@@ -72,7 +72,7 @@ def read_iteration(directory: Directory, verify: bool = True) -> IterationConten
     if verify and common.global_step != commit.iteration:
         path = os.path.join(directory.path, COMMON)
         raise DamagedCheckpointError(
-            f"{path}: global_step {common.global_step}, but iteration {commit.iteration} was committed", file=COMMON
+            f"{path}: global_step {common.global_step}, but iteration {commit.iteration} was committed", file=path
         )
     return IterationContent(commit, metadata, common)
 
@@ -125,7 +125,7 @@ def read_header(reader: FileReader, record: FileRecord, path: str) -> tuple[Head
     if record.size and reader.size != record.size:
         raise DamagedCheckpointError(
             f"{path}: {reader.size} bytes on disk, {record.size} were written",
-            file=record.name,
+            file=path,
             hint="the file was cut or grown, or is another one",
         )
     data = _raw_header(reader, path, record.name)
@@ -225,7 +225,7 @@ class ShardFiles:
             except DamagedCheckpointError as error:
                 raise self._explained(error, reader, record, path) from None
             if self._verify and record.header and digest != record.header:
-                damage = DamagedCheckpointError(f"{path}: its header is not what was written", file=record.name)
+                damage = DamagedCheckpointError(f"{path}: its header is not what was written", file=path)
                 raise self._explained(damage, reader, record, path)
             self._check_header(index, header, path)
         except BaseException:
@@ -239,14 +239,14 @@ class ShardFiles:
             raise DamagedCheckpointError(
                 f"{path}: belongs to save {header.text.get('save', '(none)')[:120]}, this iteration is "
                 f"{save_tag(self.commit)}",
-                file=record.name,
+                file=path,
                 hint="the file was taken from another step or run",
             )
         shard_name = parse_shard_filename(record.name)
         rank = header.text.get("rank")
         if self._verify and self.commit is not None and shard_name is not None and rank != str(shard_name.rank):
             raise DamagedCheckpointError(
-                f"{path}: written by rank {str(rank)[:40]}, its name says rank {shard_name.rank}", file=record.name
+                f"{path}: written by rank {str(rank)[:40]}, its name says rank {shard_name.rank}", file=path
             )
         for section, name, key, dtype, shape in self._expected.get(index, ()):
             entry = header.entries.get(key)
@@ -256,7 +256,7 @@ class ShardFiles:
                 raise DamagedCheckpointError(
                     f"{path}: {name[:300]}: {entry.dtype} {list(entry.shape)} in the file, {dtype} {list(shape)} in "
                     f"{METADATA}",
-                    file=record.name,
+                    file=path,
                     tensor=name,
                 )
 
@@ -280,7 +280,7 @@ class ShardFiles:
         if other is not None:
             return DamagedCheckpointError(
                 f"{path}: holds what was written as {other}",
-                file=record.name,
+                file=path,
                 hint="the two files were swapped or copied",
             )
         try:
@@ -290,7 +290,7 @@ class ShardFiles:
         if self.commit is not None and save is not None and save != save_tag(self.commit):
             return DamagedCheckpointError(
                 f"{path}: belongs to save {save[:120]}, this iteration is {save_tag(self.commit)}",
-                file=record.name,
+                file=path,
                 hint="the file was taken from another step or run",
             )
         return damage

@@ -1,4 +1,4 @@
-"""commit.json: small, written last. Where it is, the iteration is whole; `ls`, retention and locating read only this."""
+"""commit.json: small, written last. Where it is, the iteration is whole; listing and locating read only this."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
             raise DamagedCheckpointError(f"{file}: version is {str(version)[:40]!r}", file=file)
         if version > VERSION:
             raise FormatTooNewError(
-                f"{file}: format version {version}, written by {str(head.get('writer'))[:60]}; this program knows {VERSION}",
+                f"{file}: format version {version}, by {str(head.get('writer'))[:60]}; this program knows {VERSION}",
                 hint="install a newer perdure",
             )
         record = decode(data, cls, file)

@@ -14,7 +14,7 @@ convention (`layers.0.self_attn.q_proj.weight`). What matters for resuming and f
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -221,6 +221,12 @@ class Decoder(nn.Module):
         if self.tie_word_embeddings and self.embed_tokens is not None and self.lm_head is not None:
             self.lm_head.weight = self.embed_tokens.weight
 
+    def tensor_parallel_plan(self, degree: int) -> dict[str, Any]:
+        """How torch's `parallelize_module` cuts this model over `degree` ranks."""
+        from perdure.models.decoder_plan import decoder_plan
+
+        return decoder_plan(self, degree)
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw all weights from torch's default generator: normal, std 0.02, and 0.02/√(2·layers) for the two
@@ -263,7 +269,9 @@ def _size_faults(hidden_size: int, heads: int, kv_heads: int) -> list[tuple[str,
     if hidden_size % unit:
         below, above = hidden_size // unit * unit, (hidden_size // unit + 1) * unit
         nearest = f"{below} and {above}" if below else f"{above}"
-        faults.append(("hidden_size", f"{hidden_size} is not a multiple of 2 × {heads} heads; nearest valid: {nearest}"))
+        faults.append(
+            ("hidden_size", f"{hidden_size} is not a multiple of 2 × {heads} heads; nearest valid: {nearest}")
+        )
     if heads % kv_heads:
         divisors = sorted((d for d in range(1, heads + 1) if heads % d == 0), key=lambda d: (abs(d - kv_heads), d))
         nearest = " and ".join(str(each) for each in sorted(divisors[:2]))

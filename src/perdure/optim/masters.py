@@ -35,8 +35,9 @@ class MixedPrecisionOptimizer(Optimizer):
     reach the inner optimizer at the next step.
 
     Gradients: with `hooks`, each micro-batch's gradient moves out of `p.grad` into a float32 sum as soon as it is
-    complete, and `p.grad` is None after `backward`. Without (under DistributedDataParallel, which still needs
-    `p.grad` then), call `accumulate_grads()` after each `backward`. Either way clip and check `grads()`, never `p.grad`.
+    complete, and `p.grad` is None after `backward`. Without (under DistributedDataParallel, which still
+    needs `p.grad` then), call `accumulate_grads()` after each `backward`. Either way clip and check `grads()`, never
+    `p.grad`.
 
     Args:
         param_groups: as for `torch.optim`: dictionaries with `params` and settings.

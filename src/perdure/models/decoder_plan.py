@@ -1,0 +1,53 @@
+"""How the reference decoder is cut by tensor and sequence parallelism."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+
+from perdure.errors import UsageError
+
+if TYPE_CHECKING:
+    from perdure.models.decoder import Decoder
+
+__all__ = ["decoder_plan"]
+
+
+def decoder_plan(model: Decoder, degree: int) -> dict[str, Any]:
+    """Attention heads and feed-forward columns over `degree` ranks; norms and residuals by sequence.
+
+    Raises:
+        UsageError: the key/value heads don't divide.
+    """
+    first = next(iter(model.layers.values()))
+    heads = first.self_attn.k_proj.out_features // first.self_attn.head_dim  # type: ignore[union-attr, operator]
+    if heads % degree:
+        raise UsageError(
+            f"parallelism.tensor_parallel: {heads} key/value heads don't divide among {degree} ranks",
+            hint="choose a degree that divides model.num_key_value_heads",
+        )
+    plan: dict[str, Any] = {
+        "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for index in model.layers:
+        block = f"layers.{index}"
+        plan |= {
+            f"{block}.input_layernorm": SequenceParallel(),
+            f"{block}.post_attention_layernorm": SequenceParallel(),
+            f"{block}.self_attn": PrepareModuleInput(
+                input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+            ),
+            f"{block}.self_attn.q_proj": ColwiseParallel(),
+            f"{block}.self_attn.k_proj": ColwiseParallel(),
+            f"{block}.self_attn.v_proj": ColwiseParallel(),
+            f"{block}.self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+            f"{block}.mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            f"{block}.mlp.gate_proj": ColwiseParallel(),
+            f"{block}.mlp.up_proj": ColwiseParallel(),
+            f"{block}.mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+        }
+    return plan
