@@ -106,12 +106,12 @@ def read_checked(directory: Directory, name: str, digest: str, limit: int) -> by
     try:
         data = directory.read(name, limit)
     except EOFError as error:
-        raise DamagedCheckpointError(f"{path}: {error}", file=name) from None
+        raise DamagedCheckpointError(f"{path}: {error}", file=path) from None
     except OSError as error:
-        raise _damage_or(error, path, name) from None
+        raise _damage_or(error, path) from None
     if digest and digest_bytes(data) != digest:
         raise DamagedCheckpointError(
-            f"{path}: not what was written: its digest is {digest_bytes(data)}, {digest} was committed", file=name
+            f"{path}: not what was written: its digest is {digest_bytes(data)}, {digest} was committed", file=path
         )
     return data
 
@@ -128,7 +128,7 @@ def read_header(reader: FileReader, record: FileRecord, path: str) -> tuple[Head
             file=path,
             hint="the file was cut or grown, or is another one",
         )
-    data = _raw_header(reader, path, record.name)
+    data = _raw_header(reader, path)
     return parse_header(data, reader.size, path), digest_bytes(data)
 
 
@@ -218,7 +218,7 @@ class ShardFiles:
         try:
             reader = self.directory.open(record.name)
         except OSError as error:
-            raise _damage_or(error, path, record.name) from None
+            raise _damage_or(error, path) from None
         try:
             try:
                 header, digest = read_header(reader, record, path)
@@ -263,7 +263,7 @@ class ShardFiles:
     def _missing_entry(self, index: int, section: Section, name: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(
             f"{self.path(index)}: {name[:300]}: {METADATA} says its {section} shard is here, but the header lacks it",
-            file=self.metadata.files[index].name,
+            file=self.path(index),
             tensor=name,
         )
 
@@ -272,7 +272,7 @@ class ShardFiles:
     ) -> DamagedCheckpointError:
         """The same damage with its likely cause, where the file's header gives one away."""
         try:
-            raw = _raw_header(reader, path, record.name)
+            raw = _raw_header(reader, path)
         except (DamagedCheckpointError, OSError):
             return damage
         digest = digest_bytes(raw)
@@ -301,22 +301,22 @@ def open_shards(directory: Directory, content: IterationContent, verify: bool = 
     return ShardFiles(directory, content.metadata, content.commit, verify)
 
 
-def _raw_header(reader: FileReader, path: str, name: str) -> bytes:
+def _raw_header(reader: FileReader, path: str) -> bytes:
     prefix = bytearray(min(8, reader.size))
     try:
         reader.pread_into(memoryview(prefix), 0)
         data = bytearray(header_length(bytes(prefix), reader.size, path))
         reader.pread_into(memoryview(data), 0)
     except EOFError as error:
-        raise DamagedCheckpointError(f"{path}: {error}", file=name) from None
+        raise DamagedCheckpointError(f"{path}: {error}", file=path) from None
     return bytes(data)
 
 
-def _damage_or(error: OSError, path: str, name: str) -> DamagedCheckpointError | OSError:
+def _damage_or(error: OSError, path: str) -> DamagedCheckpointError | OSError:
     """What a failed open means: a missing or impossible file is damage, anything else the storage's failure."""
     if error.errno in GONE:
-        return DamagedCheckpointError(f"{path}: missing", file=name)
+        return DamagedCheckpointError(f"{path}: missing", file=path)
     if error.errno in NOT_A_FILE:
         what = "a symbolic link, not a file" if error.errno == errno.ELOOP else error.strerror
-        return DamagedCheckpointError(f"{path}: {what}", file=name)
+        return DamagedCheckpointError(f"{path}: {what}", file=path)
     return error

@@ -208,7 +208,7 @@ class Root:
         if commit.iteration != number:
             damage = DamagedCheckpointError(
                 f"{os.path.join(path, COMMIT)}: written for iteration {commit.iteration}, but it lies in {name}",
-                file=COMMIT,
+                file=os.path.join(path, COMMIT),
                 hint=f"give the directory its name back: {iteration_dirname(commit.iteration)}",
             )
             return Uncommitted(name, "damaged", damage.message, number, damage)
@@ -254,11 +254,11 @@ def read_commit(directory: Directory) -> CommitRecord | None:
     try:
         data = directory.read(COMMIT, COMMIT_LIMIT)
     except EOFError as error:
-        raise DamagedCheckpointError(f"{path}: {error}", file=COMMIT) from None
+        raise DamagedCheckpointError(f"{path}: {error}", file=path) from None
     except OSError as error:
         if error.errno in GONE:
             return None
         if error.errno in NOT_A_FILE:
-            raise DamagedCheckpointError(f"{path}: {error.strerror}", file=COMMIT) from None
+            raise DamagedCheckpointError(f"{path}: {error.strerror}", file=path) from None
         raise
     return CommitRecord.decode(data, path)

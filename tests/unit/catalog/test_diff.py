@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import struct
 from pathlib import Path
@@ -95,7 +96,7 @@ def test_any_cut_has_the_same_fingerprint_and_any_swap_another(
     rng = random.Random(seed)
     values = [float(i) for i in range(rows * columns)]
     edges = sorted({0, rows, *(rng.randint(0, rows) for _ in range(2))})
-    cuts = tuple(Box((lo, 0), (hi - lo, columns)) for lo, hi in zip(edges, edges[1:], strict=False))
+    cuts = tuple(Box((lo, 0), (hi - lo, columns)) for lo, hi in itertools.pairwise(edges))
     folder = tmp_path_factory.mktemp("cut")
     whole = saved(folder / "whole", {"w": floats(*values, shape=(rows, columns))})
     parts = saved(folder / "parts", {"w": floats(*values, shape=(rows, columns), cuts=cuts)})

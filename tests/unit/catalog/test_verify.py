@@ -105,17 +105,18 @@ def test_the_reader_refuses_the_same_damage_before_use(
     path = Path(root.join("iteration_00000020"))
     damage(path / name)
     with root.storage.open_directory(str(path)) as directory:
-        try:
+        if in_data:
             content = read_iteration(directory)
             with open_shards(directory, content) as files:
                 files.check()
-                problems = list(check_data(files, content))
-        except DamagedCheckpointError as error:
-            assert not in_data
-            assert error.file == name
-        else:
-            assert in_data
-            assert problems[0].file == name
+                assert [p.file for p in check_data(files, content)] == [name]
+            return
+        with (
+            pytest.raises(DamagedCheckpointError) as caught,
+            open_shards(directory, read_iteration(directory)) as files,
+        ):
+            files.check()
+    assert caught.value.file == str(path / name)
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
