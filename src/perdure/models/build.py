@@ -48,11 +48,13 @@ def build_model(section: Any, vocab_size: int | None = None) -> nn.Module:
 
     # Keys nobody wrote are only defaults of the section: passed where they fit.
     keys = {key: value for key, value in values.items() if key in written or takes(key)}
-    if vocab_size is not None and takes("vocab_size") and (accepted is not None or name == "transformers"):
-        if keys.setdefault("vocab_size", vocab_size) < vocab_size:
-            text = f"{keys['vocab_size']} is smaller than the {vocab_size} token ids of the data"
-            raise KeyFaults([("model.vocab_size", text)])
-    dtypes = {key: str(keys.pop(key)) for key in ("params_dtype", "compute_dtype") if key in keys and not takes(key)}
+    fill = vocab_size is not None and takes("vocab_size") and (accepted is not None or name == "transformers")
+    if vocab_size is not None and fill and keys.setdefault("vocab_size", vocab_size) < vocab_size:
+        text = f"{keys['vocab_size']} is smaller than the {vocab_size} token ids of the data"
+        raise KeyFaults([("model.vocab_size", text)])
+    dtypes: dict[str, str] = {
+        key: str(keys.pop(key)) for key in ("params_dtype", "compute_dtype") if key in keys and not takes(key)
+    }
     faults = check_keys(constructor, keys) + _dtype_faults(dtypes, str(name))
     if faults:
         raise KeyFaults([(f"model.{key}", text) for key, text in faults])
