@@ -182,8 +182,8 @@ def test_a_batch_that_does_not_divide_names_the_nearest_sizes(load: Load) -> Non
     with pytest.raises(ConfigError) as caught:
         check_ranks(config, 3)
     assert caught.value.message.splitlines() == [
-        "run.yaml:2:3: training.global_batch_size: expected a multiple of 12 (local_batch_size 4 x 3 data-parallel ranks), "
-        "found 64; nearest: 60 or 72",
+        "run.yaml:2:3: training.global_batch_size: expected a multiple of "
+        "12 (local_batch_size 4 x 3 data-parallel ranks), found 64; nearest: 60 or 72",
         "run.yaml:4:3: training.rampup_batch_size: expected a start and an increment that are multiples of "
         "12 (local_batch_size 4 x 3 data-parallel ranks), found 32 and 32",
     ]

@@ -109,7 +109,7 @@ def test_whole_numbers_of_a_schedule_become_integers(load: Load) -> None:
     [
         (b"", "run.yaml: empty; expected sections such as training, model and checkpoint"),
         (b"# only this\n", "run.yaml: empty; expected sections such as training, model and checkpoint"),
-        (b"- a\n", "run.yaml: expected a mapping of sections at the top, found [a]"),
+        (b"- a\n", "run.yaml: expected a mapping of sections at the top, found ['a']"),
         (b"text\n", "run.yaml: expected a mapping of sections at the top, found the text 'text'"),
         (b"\xef\xbb\xbftraining: {}\n", "run.yaml: UTF-8 with a byte order mark; expected plain UTF-8"),
         ("training: {}\n".encode("utf-16"), "run.yaml: UTF-16; expected plain UTF-8"),
