@@ -105,6 +105,8 @@ def test_built_from_a_configuration(tmp_path: Path) -> None:
     mixture = build_source("Mixture", keys)
     assert len(mixture) == 15
     assert mixture.draws_random is False
+    assert mixture.vocab_size == 257
+    assert Mixture([[1], mixture]).vocab_size is None
     assert mixture.identity()["weights"] == [[0, ["3/4", "1/4"]]]
     assert [source["type"] for source in mixture.identity()["sources"]] == ["Text", "Text"]
     assert "b.txt at byte 9" in mixture.whereabouts(11)

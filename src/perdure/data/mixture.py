@@ -79,6 +79,12 @@ class Mixture:
         number, inside = self._locate(index)
         return self.datasets[number][inside]
 
+    @property
+    def vocab_size(self) -> int | None:
+        """The largest of the sources'; None where one does not say."""
+        sizes = [getattr(dataset, "vocab_size", None) for dataset in self.datasets]
+        return None if any(size is None for size in sizes) else max(int(size) for size in sizes if size is not None)
+
     def stream_order(self, seed: int, shuffle: bool) -> MixtureOrder:
         """Which index stands at which stream position, for `ResumableLoader`."""
         return MixtureOrder(self.lengths, self.schedule, seed, shuffle=shuffle)

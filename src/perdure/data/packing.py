@@ -144,6 +144,12 @@ class Packed:
             sample["document_ids"] = torch.from_numpy(documents)
         return sample
 
+    @property
+    def vocab_size(self) -> int | None:
+        """The source's, where it says."""
+        size: int | None = getattr(self._source, "vocab_size", None)
+        return size
+
     def identity(self) -> dict[str, Any]:
         """Type, number of packs, the settings of packing, and the source's own digest or that of the lengths."""
         own = getattr(self._source, "identity", None)
