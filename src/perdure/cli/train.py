@@ -31,6 +31,8 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
     if distributed:
         import torch.distributed as dist
 
+        # All ranks leave together: one that goes early tears connections that another still closes.
+        dist.barrier()
         dist.destroy_process_group()
     return 128 + state.stop_signal if state.stop_signal else 0
 

@@ -260,6 +260,7 @@ class Checkpointer:
             training=training,
             lock=self._save_root.lock,
             before_commit=self._before_commit,
+            warn=lambda text: self._say(f"warning: {text}"),
         )
 
     def _run_together(self, job: SaveJob) -> CommitRecord | None:

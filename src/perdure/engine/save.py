@@ -106,6 +106,7 @@ class SaveJob:
     training: dict[str, Any]
     lock: RootLock | None
     before_commit: Callable[[], tuple[int, str]] = field(default=lambda: (0, ""))
+    warn: Callable[[str], None] = field(default=lambda text: None)
 
     def run(self, buffers: WriteBuffers) -> CommitRecord | None:
         """Writes this rank's files; on rank 0 then waits for the others and publishes.
@@ -143,6 +144,7 @@ class SaveJob:
                 ledger_bytes=ledger_bytes,
                 ledger_digest=ledger_digest,
                 lock=self.lock,
+                warn=self.warn,
             )
             return commit
         except PerdureError as error:

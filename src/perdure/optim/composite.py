@@ -1,0 +1,122 @@
+"""Several optimizers over disjoint parameter groups that look like one, and Muon with AdamW made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Muon, Optimizer
+
+from perdure.errors import UsageError
+
+__all__ = ["CompositeOptimizer", "muon_with_adamw"]
+
+
+class CompositeOptimizer(Optimizer):
+    """One `torch.optim.Optimizer` whose groups are updated by different algorithms.
+
+    Each group says in `algorithm` which part updates it. Groups and state are shared with the parts: `param_groups`
+    keeps the order given, `state` is keyed by parameter, and settings changed here are the parts' settings.
+
+    Args:
+        param_groups: groups with `algorithm` set to a name of `builders`.
+        builders: for each algorithm, what makes its optimizer from its groups.
+    """
+
+    def __init__(
+        self,
+        param_groups: Iterable[dict[str, Any]],
+        builders: Mapping[str, Callable[[list[dict[str, Any]]], Optimizer]],
+    ) -> None:
+        groups = list(param_groups)
+        self.parts: dict[str, Optimizer] = {}
+        self._built = False
+        for algorithm, build in builders.items():
+            own = [group for group in groups if group["algorithm"] == algorithm]
+            if own:
+                self.parts[algorithm] = build(own)
+        remaining = {algorithm: iter(part.param_groups) for algorithm, part in self.parts.items()}
+        super().__init__([next(remaining[group["algorithm"]]) for group in groups], {})
+        self._built = True
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Let every part update its groups, in the order of the builders."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for algorithm, part in self.parts.items():
+            # Linked at every step, because loading a state dictionary replaces both objects here.
+            part.param_groups = [group for group in self.param_groups if group["algorithm"] == algorithm]
+            part.state = self.state
+            part.step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the part that the group's `algorithm` names.
+
+        Raises:
+            UsageError: no part has that name.
+        """
+        if self._built:
+            part = self.parts.get(str(param_group.get("algorithm")))
+            if part is None:
+                known = ", ".join(self.parts)
+                raise UsageError(f"a parameter group names no `algorithm` of this optimizer; it has {known}")
+            part.add_param_group(param_group)
+            param_group = part.param_groups[-1]
+        super().add_param_group(param_group)
+
+
+def muon_with_adamw(
+    params: Iterable[dict[str, Any]],
+    lr: float,
+    *,
+    weight_decay: float = 0.01,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+    eps: float = 1e-7,
+    adjust_lr_fn: str = "match_rms_adamw",
+    adamw_betas: tuple[float, float] = (0.9, 0.95),
+    adamw_eps: float = 1e-8,
+) -> CompositeOptimizer:
+    """`torch.optim.Muon` for the groups with `algorithm: muon`, `torch.optim.AdamW` for those with `algorithm: adamw`.
+
+    One learning rate drives both, so `adjust_lr_fn` defaults to the rule that gives Muon's updates the size of
+    AdamW's.
+    """
+
+    def build_muon(groups: list[dict[str, Any]]) -> Optimizer:
+        return Muon(
+            groups,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+        )
+
+    def build_adamw(groups: list[dict[str, Any]]) -> Optimizer:
+        return AdamW(groups, lr=lr, betas=adamw_betas, eps=adamw_eps, weight_decay=weight_decay)
+
+    return CompositeOptimizer(params, {"muon": build_muon, "adamw": build_adamw})
+
+
+def suits_muon(name: str, parameter: Tensor, is_embedding: bool) -> bool:
+    """Whether Muon's orthogonalised updates make sense for a parameter: a matrix between hidden states, neither an
+    embedding nor an output layer (known by name: `lm_head`, `output`, `output_layer`, `head`, `classifier`)."""
+    owner = name.rpartition(".")[0].rpartition(".")[2]
+    outputs = ("lm_head", "output", "output_layer", "head", "classifier")
+    return parameter.ndim == 2 and not is_embedding and owner not in outputs
