@@ -10,8 +10,8 @@ from torch import nn
 
 from perdure.config.schema import TrainConfig
 from perdure.data.loader import ResumableLoader
-from perdure.data.sources.registry import build_source
-from perdure.errors import UsageError
+from perdure.data.sources.registry import build_source, source_keys
+from perdure.errors import ConfigError, UsageError
 from perdure.importing import KeyFaults, import_object
 from perdure.models.build import build_model
 from perdure.optim.build import build_optimizer
@@ -33,11 +33,14 @@ def data(config: TrainConfig, given: Any) -> Any:
         return given
     section = config.train_dataset.dataloader
     config.require(train_dataset=True)
-    return build_source(
-        str(section.type),
-        section.extras(),
-        fault=lambda key, text: config.fault(f"train_dataset.dataloader.{key}", text),
-    )
+
+    def fault(key: str, text: str) -> ConfigError:
+        return config.fault(f"train_dataset.dataloader.{key}", text)
+
+    keys = section.extras()
+    if "column_names" in source_keys(str(section.type), fault=fault):
+        keys = {"column_names": section.column_names, **keys}
+    return build_source(str(section.type), keys, fault=fault)
 
 
 def network(config: TrainConfig, given: nn.Module | None, dataset: Any) -> nn.Module:

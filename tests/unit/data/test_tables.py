@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 
 from perdure.data.loader import ResumableLoader
@@ -15,7 +16,6 @@ from perdure.data.sources.tables import IGNORED, HuggingFace, Jsonl, Parquet
 from perdure.data.sources.tokenfile import TokenFile
 from perdure.errors import DataError, UsageError
 
-datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.filterwarnings("default")
 
 ROWS = [
