@@ -158,7 +158,7 @@ class HuggingFace:
                 raise UsageError(
                     "a tokenizer file needs the `tokenizers` package", hint="pip install 'perdure[datasets]'"
                 ) from error
-            self._tokenizer = Tokenizer.from_str(self._tokenizer_text)
+            self._tokenizer = Tokenizer.from_str(str(self._tokenizer_text))
         return self._tokenizer
 
     def _shifted(self, ids: NDArray[np.int64]) -> dict[str, torch.Tensor]:
