@@ -50,7 +50,9 @@ def weight_files(data: bytes, file: str) -> dict[str, str]:
     return places
 
 
-def from_headers(headers: Mapping[str, Header], where: str, places: Mapping[str, str] | None = None) -> CheckpointMetadata:
+def from_headers(
+    headers: Mapping[str, Header], where: str, places: Mapping[str, str] | None = None
+) -> CheckpointMetadata:
     """The record of a directory, from its files' headers by file name.
 
     Args:

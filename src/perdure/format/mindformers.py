@@ -185,9 +185,7 @@ def _add_sliced(
     file: str,
 ) -> None:
     def damage(what: str) -> DamagedCheckpointError:
-        return DamagedCheckpointError(
-            f"{file}: state_dict_metadata: {name[:300]}: {what}", file=file, tensor=name
-        )
+        return DamagedCheckpointError(f"{file}: state_dict_metadata: {name[:300]}: {what}", file=file, tensor=name)
 
     try:
         dtype, shape, cut, chunks = (
