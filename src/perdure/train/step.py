@@ -90,7 +90,7 @@ class TrainStep:
         self._seed, self._max_norm, self._skip = seed, max_norm, skip_non_finite
 
     def run(
-        self, batch: StepBatch, global_batch_size: int, learning_rate: Callable[[dict[str, Any]], float], stop: int
+        self, batch: StepBatch, global_batch_size: int, learning_rate: Callable[[dict[str, Any]], float], stop: Callable[[], int]
     ) -> StepResult:
         """One step over `batch`; `learning_rate` gives each parameter group its rate."""
         self._model.train()
@@ -120,18 +120,19 @@ class TrainStep:
         id_sum: int,
         batch_size: int,
         rate: Callable[[dict[str, Any]], float],
-        stop: int,
+        stop: Callable[[], int],
     ) -> StepResult:
         gradients = self._gradients()
         sum_over_replicas(gradients, self._mesh.replicas)
+        asked = stop()
         # One reduction carries everything the ranks must agree on; 32-bit halves keep sums exact in float64.
         mine = [float(loss_sum), tokens, id_sum & 0xFFFFFFFF, id_sum >> 32 & 0xFFFFFFFF]
         shared = torch.tensor(
-            [value * self._mesh.counts for value in mine] + [float(stop == number) for number in SIGNALS],
+            [value * self._mesh.counts for value in mine] + [float(asked == number) for number in SIGNALS],
             dtype=torch.float64,
         )
         self._ranks.sum(shared, "finishing a step")
-        loss, count, low, high, *asked = shared.tolist()
+        loss, count, low, high, *wishes = shared.tolist()
         count = max(count, 1.0)
         scale(gradients, self._mesh.mean_over * batch_size / count / self._scaler.scale)
         norm = global_norm(gradients)
@@ -145,7 +146,7 @@ class TrainStep:
             self._optimizer.step()
         self._scaler.update(finite)
         self._optimizer.zero_grad(set_to_none=True)
-        stopped = next((int(number) for number, votes in zip(SIGNALS, asked, strict=True) if votes), 0)
+        stopped = next((int(number) for number, votes in zip(SIGNALS, wishes, strict=True) if votes), 0)
         return StepResult(
             loss / count, norm, int(count), applied, finite, stopped, int(low) + (int(high) << 32) & (1 << 64) - 1
         )

@@ -213,7 +213,7 @@ class Trainer:
         began = time.monotonic()
         size = batch.global_batch_size
         base = self._rate(state.global_step, state.consumed_samples, size)
-        result = self._run_step.run(batch, size, lambda group: base * group.get("lr_ratio", 1.0), stop.signal)
+        result = self._run_step.run(batch, size, lambda group: base * group.get("lr_ratio", 1.0), lambda: stop.signal)
         seconds = max(time.monotonic() - began, 1e-9)
         state.advance(size, batch.last - batch.first)
         state.loss, state.grad_norm, state.learning_rate = result.loss, result.grad_norm, base
