@@ -15,7 +15,7 @@ from perdure.catalog.read import ShardFiles, read_checked, read_header
 from perdure.catalog.root import GONE, Root, TrackerReading
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError
 from perdure.format import huggingface, mindformers
-from perdure.format.common import CommonInfo
+from perdure.format.common import HEALTHY, CommonInfo
 from perdure.format.metadata import CheckpointMetadata, FileRecord
 from perdure.format.names import COMMIT, COMMON, METADATA, parse_iteration_dirname, parse_shard_filename
 from perdure.format.safetensors import Header
@@ -76,8 +76,13 @@ def recognise(path: str, storage: Storage | None = None) -> ForeignKind | None:
     return "mindformers" if any(storage.list(os.path.join(full, n)) for n in iterations if _is_dir(full, n)) else None
 
 
-def choose_foreign(path: str, kind: ForeignKind, storage: Storage | None = None) -> ForeignChoice:
+def choose_foreign(
+    path: str, kind: ForeignKind, storage: Storage | None = None, *, load_healthy: bool = False
+) -> ForeignChoice:
     """What a resume takes of a path that `recognise` knows: RESUME.md's rules, with "complete" for "committed".
+
+    Args:
+        load_healthy: of a root take the highest one, up to the one chosen, that is not marked abnormal.
 
     Raises:
         CheckpointNotFoundError: a root without a complete iteration.
@@ -91,13 +96,16 @@ def choose_foreign(path: str, kind: ForeignKind, storage: Storage | None = None)
         return ForeignChoice(kind, full, full if kind == "huggingface" else os.path.dirname(full), True)
     incomplete: dict[int, str] = {}
     complete: list[int] = []
+    healthy: list[int] = []
     dirnames = {n: name for name in root.storage.list(full) if (n := parse_iteration_dirname(name)) is not None}
     for number, name in sorted(dirnames.items(), reverse=True):
-        why = _incomplete(root, name)
-        if why is None:
-            complete.append(number)
-        else:
-            incomplete[number] = why
+        content = _look(root, name)
+        if isinstance(content, str):
+            incomplete[number] = content
+            continue
+        complete.append(number)
+        if content.common is None or content.common.ckpt_status == HEALTHY:
+            healthy.append(number)
     if not complete:
         shown = "; ".join(f"{dirnames[n]}: {why}" for n, why in list(incomplete.items())[:3])
         raise CheckpointNotFoundError(
@@ -106,6 +114,11 @@ def choose_foreign(path: str, kind: ForeignKind, storage: Storage | None = None)
         )
     tracker = root.tracker()
     number, warnings = _decide(tracker, complete, incomplete, dirnames)
+    if load_healthy and number not in healthy:
+        sound = max((n for n in healthy if n <= number), default=number)
+        taking = "but no healthy one is left" if sound == number else f"taking {dirnames[sound]} (load_healthy)"
+        warnings.append(f"{dirnames[number]} is marked abnormal; {taking}")
+        number = sound
     return ForeignChoice(kind, root.join(dirnames[number]), full, False, warnings)
 
 
@@ -166,20 +179,19 @@ def _headers(directory: Directory, names: list[str]) -> dict[str, Header]:
     return headers
 
 
-def _incomplete(root: Root, dirname: str) -> str | None:
-    """Why an iteration of theirs doesn't count, or None when it does."""
+def _look(root: Root, dirname: str) -> ForeignContent | str:
+    """An iteration of theirs, or why it doesn't count."""
     try:
         with root.storage.open_directory(root.join(dirname)) as directory:
             if not directory.names():
                 return "empty"
-            read_foreign(directory, "mindformers")
+            return read_foreign(directory, "mindformers")
     except DamagedCheckpointError as error:
         return error.message.removeprefix(f"{root.join(dirname)}: ").removeprefix(f"{root.join(dirname)}{os.sep}")
     except OSError as error:
         if error.errno in GONE:
             return "not a directory"
         raise
-    return None
 
 
 def _decide(

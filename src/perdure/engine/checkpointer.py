@@ -143,7 +143,7 @@ class Checkpointer:
             self._save_root.start_fresh()
         else:
             self._save_root.go_on_from(loaded.root, loaded.path, loaded.lineage, loaded.sequence)
-            if loaded.root == self.path:
+            if loaded.sequence and loaded.root == self.path:
                 self.last_saved_step = loaded.progress.global_step
         self._save_root.event(
             "load", path=loaded.path, step=loaded.progress.global_step, sequence=loaded.sequence, notes=loaded.notes

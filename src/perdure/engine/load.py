@@ -61,8 +61,27 @@ class LoadPlan:
                 raise
             raise DamagedCheckpointError(f"{self.where}: training.optimizer is malformed: {error!r}") from None
         self.optimizer = restore
+        self._join_precisions(view, restore, metadata.model)
         self.notes += restore.notes
         self._add("optimizer", restore.targets, metadata.optimizer)
+
+    def _join_precisions(
+        self, view: OptimizerView, restore: OptimizerRestore, weights: Mapping[str, TensorRecord]
+    ) -> None:
+        """Exact values where checkpoint and run hold a parameter in different precision.
+
+        A float32 weight is its own master, so that it fills the master of a parameter that is rounded here;
+        and a master fills the parameter that is float32 here, whose rounded weight is then not read.
+        """
+        canonical = _canonical(weights)
+        for name in list(restore.missing_masters):
+            record = weights.get(canonical.get(name, ""))
+            if record is not None and record.dtype == "F32" and record.shape == tuple(view.masters[name].shape):
+                pieces = describe("optimizer", name, view.masters[name]).pieces
+                self.fills.append(Fill("model", canonical[name], record, pieces))
+                restore.missing_masters.remove(name)
+        replaced = {canonical[name] for name in restore.from_masters if name in canonical}
+        self.fills = [fill for fill in self.fills if fill.section != "model" or fill.name not in replaced]
 
     def add_object(self, name: str, value: Any, metadata: CheckpointMetadata, rank: int, ranks: int) -> None:
         """A registered object; one that the checkpoint lacks is reported and left as it is."""
@@ -126,7 +145,7 @@ def match_model(
     Raises:
         MismatchError: short: counts, the first names, both shapes, the likely cause.
     """
-    canonical = {alias: name for name, record in records.items() for alias in (name, *record.aliases)}
+    canonical = _canonical(records)
     fills, missing, shapes, cast = [], [], [], []
     used: set[str] = set()
     for tensor in tensors:
@@ -156,6 +175,11 @@ def match_model(
     if cast:
         notes.append(f"{len(cast)} tensors were converted: {few(cast)}")
     return fills
+
+
+def _canonical(records: Mapping[str, TensorRecord]) -> dict[str, str]:
+    """Every name of every tensor -> the name of its record."""
+    return {alias: name for name, record in records.items() for alias in (name, *record.aliases)}
 
 
 def _mismatch(

@@ -12,7 +12,8 @@ from typing import Any
 
 from perdure.catalog.choose import choose, fallback, locate
 from perdure.catalog.events import mark_damaged
-from perdure.catalog.read import IterationContent, open_shards, read_iteration
+from perdure.catalog.foreign import WRITERS, ForeignContent, ForeignKind, choose_foreign, read_foreign, recognise
+from perdure.catalog.read import IterationContent, ShardFiles, open_shards, read_iteration
 from perdure.catalog.root import Iteration, Root
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.live import Live
@@ -21,7 +22,10 @@ from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.engine.saveroot import SaveRoot
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError, UsageError
-from perdure.format.names import parse_iteration_dirname
+from perdure.format.common import CommonInfo
+from perdure.format.metadata import CheckpointMetadata
+from perdure.format.mindformers import check_resumable
+from perdure.format.names import COMMON, parse_iteration_dirname
 from perdure.state.model import model_tensors, parameter_names
 
 __all__ = ["Loaded", "Restore"]
@@ -73,21 +77,30 @@ class Restore:
     def run(self, checkpoint_path: str | None) -> Loaded | None:
         """What was loaded, or None for a fresh start."""
         started = time.monotonic()
+        if self._config.load_balanced and self._ranks.size > 1:
+            raise UsageError(
+                "checkpoint.load_balanced: not built yet for several ranks",
+                hint="leave it False: each rank then reads just the ranges that it needs",
+            )
         found = self._ranks.decide(lambda: self._find(checkpoint_path), "looking for a checkpoint", dict[str, Any])
         if not found:
             return None
         for warning in found["warnings"]:
             self._say(f"warning: {warning}")
         source = Root(found["root"], self._save_root.root.storage)
-        iteration = self._iteration(source, found["dirname"])
-        loaded = self._load_or_fall_back(source, iteration, found["named"], found["weights_only"])
+        if "kind" in found:
+            loaded = self._load_foreign(source, found["path"], found["kind"], found["weights_only"])
+        else:
+            iteration = self._iteration(source, found["dirname"])
+            loaded = self._load_or_fall_back(source, iteration, found["named"], found["weights_only"])
         loaded.seconds = time.monotonic() - started
         return loaded
 
     def _find(self, checkpoint_path: str | None) -> dict[str, Any]:
         """Which iteration to load, or {} for a fresh start; decided on rank 0."""
         config, path = self._config, checkpoint_path or self._config.load_path
-        own = self._save_root.iterations()
+        own, storage = self._save_root.iterations(), self._save_root.root.storage
+        kind = recognise(path, storage) if path else None
         if config.auto_resume:
             inside = bool(path) and self._save_root.contains(path)
             if inside and parse_iteration_dirname(os.path.basename(os.path.normpath(path))) is not None:
@@ -97,12 +110,22 @@ class Restore:
                 )
             if own:
                 return self._choice(self._save_root.root, None, weights_only=False)
-            if inside and (os.path.abspath(path) == self._save_root.root.path or not os.path.lexists(path)):
+            here = inside and os.path.abspath(path) == self._save_root.root.path
+            if (here and kind is None) or (inside and not os.path.lexists(path)):
                 return {}
         if not path:
             return {}
+        if kind is not None:
+            foreign = choose_foreign(path, kind, storage, load_healthy=config.load_healthy)
+            return {
+                "root": foreign.root,
+                "path": foreign.path,
+                "kind": kind,
+                "warnings": foreign.warnings,
+                "weights_only": config.no_load_optim,
+            }
         try:
-            located = locate(path, self._save_root.root.storage)
+            located = locate(path, storage)
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(
                 error.message,
@@ -149,29 +172,16 @@ class Restore:
                 iteration = self._iteration(source, older)
 
     def _load_one(self, source: Root, iteration: Iteration, weights_only: bool) -> Loaded:
-        started = time.monotonic()
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(
                 self._ranks.together(lambda: source.open(iteration), "opening the checkpoint")
             )
             content = self._ranks.together(lambda: read_iteration(directory), "reading the metadata")
-            plan = self._ranks.together(
-                lambda: self._plan_load(content, iteration.path, weights_only), "comparing checkpoint and model"
-            )
+            plan = self._plan(content.metadata, iteration.path, weights_only)
             files = stack.enter_context(
                 self._ranks.together(lambda: open_shards(directory, content), "opening the shards")
             )
-            threads = max(2, self._config.reshard_worker_num)
-            verify = self._config.verify_on_load != "off"
-
-            def read() -> int:
-                if self._config.verify_on_load == "first":
-                    _check_everything(files, content)
-                return plan.read(files, threads=threads, verify=verify)
-
-            count = self._ranks.together(read, "loading")
-            self._ranks.together(plan.finish, "setting the loaded state")
-        notes = [*plan.notes, *self._align_masters(plan, weights_only)]
+            count = self._read(plan, files, content if self._config.verify_on_load == "first" else None)
         return Loaded(
             path=iteration.path,
             root=source.path,
@@ -182,13 +192,53 @@ class Restore:
             lineage=content.commit.lineage,
             ranks=content.commit.ranks,
             bytes_read=count,
-            seconds=time.monotonic() - started,
-            notes=notes,
+            notes=[*plan.notes, *self._align_masters(plan, weights_only)],
         )
 
-    def _plan_load(self, content: IterationContent, where: str, weights_only: bool) -> LoadPlan:
+    def _load_foreign(self, source: Root, path: str, kind: ForeignKind, weights_only: bool) -> Loaded:
+        """A checkpoint of another program: no digests to check, and nothing to fall back to."""
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(
+                self._ranks.together(lambda: source.storage.open_directory(path), "opening the checkpoint")
+            )
+            content = self._ranks.together(lambda: read_foreign(directory, kind), "reading the metadata")
+            self._ranks.together(lambda: _check_foreign(content, path, weights_only), "looking at the checkpoint")
+            plan = self._plan(content.metadata, path, weights_only)
+            files = stack.enter_context(ShardFiles(directory, content.metadata, None))
+            count = self._read(plan, files, None)
+        return Loaded(
+            path=path,
+            root=source.path,
+            progress=Progress.from_common(content.common or CommonInfo()),
+            training=content.metadata.training,
+            weights_only=weights_only,
+            ranks=content.ranks,
+            bytes_read=count,
+            notes=[f"made by {WRITERS[kind]}", *plan.notes, *self._align_masters(plan, weights_only)],
+        )
+
+    def _plan(self, metadata: CheckpointMetadata, where: str, weights_only: bool) -> LoadPlan:
+        return self._ranks.together(
+            lambda: self._plan_load(metadata, where, weights_only), "comparing checkpoint and model"
+        )
+
+    def _read(self, plan: LoadPlan, files: ShardFiles, first: IterationContent | None) -> int:
+        """Fills everything and sets what was read; `first` is content to be checked whole before."""
+        threads = max(2, self._config.reshard_worker_num)
+        verify = self._config.verify_on_load != "off"
+
+        def read() -> int:
+            if first is not None:
+                _check_everything(files, first)
+            return plan.read(files, threads=threads, verify=verify)
+
+        count = self._ranks.together(read, "loading")
+        self._ranks.together(plan.finish, "setting the loaded state")
+        return count
+
+    def _plan_load(self, metadata: CheckpointMetadata, where: str, weights_only: bool) -> LoadPlan:
         plan = LoadPlan(where)
-        plan.add_model(model_tensors(self._live.model), content.metadata.model)
+        plan.add_model(model_tensors(self._live.model), metadata.model)
         if weights_only:
             return plan
         view = self._live.view()
@@ -197,11 +247,11 @@ class Restore:
                 f"{where} is to be resumed fully, but there is no optimizer to restore",
                 hint="pass the optimizer, or take the weights only: checkpoint.no_load_optim=True",
             )
-        plan.add_optimizer(view, content.metadata, restore_settings=self._restore_settings)
+        plan.add_optimizer(view, metadata, restore_settings=self._restore_settings)
         registered = self._live.registered()
         for name, value in registered.items():
-            plan.add_object(name, value, content.metadata, self._ranks.rank, self._ranks.size)
-        unknown = sorted(set(content.metadata.training.get("extra", {})) - set(registered))
+            plan.add_object(name, value, metadata, self._ranks.rank, self._ranks.size)
+        unknown = sorted(set(metadata.training.get("extra", {})) - set(registered))
         if unknown:
             plan.notes.append(
                 f"the checkpoint holds state of objects that are not registered here: {', '.join(unknown)}"
@@ -227,6 +277,24 @@ class Restore:
                 f"{plan.where}: {len(astray)} FP32 masters do not round to their weights, first {astray[0]}"
             )
         return notes
+
+
+def _check_foreign(content: ForeignContent, where: str, weights_only: bool) -> None:
+    """What a full resume needs of another program's checkpoint, before anything is compared with the model."""
+    if weights_only:
+        return
+    if not content.metadata.optimizer:
+        raise MismatchError(
+            f"{where} holds no optimizer state, so it cannot be resumed fully",
+            hint="to start from its weights only, set checkpoint.no_load_optim=True; a run that is to be resumed "
+            "must have been saved with no_save_optim: False",
+        )
+    if content.common is None:
+        raise MismatchError(
+            f"{where} has no {COMMON}, so its step and its samples are not known",
+            hint="to start from its weights only, set checkpoint.no_load_optim=True",
+        )
+    check_resumable(content.metadata, where)
 
 
 def _older(source: Root, iteration: Iteration, excluded: set[str]) -> str:

@@ -88,7 +88,8 @@ class SaveRoot:
             events = read_events(self.root) if self.root.storage.exists(self.root.path) else []
             return next_sequence(iterations, lineage, sequence, events) - 1
 
-        self.lineage = lineage or uuid.uuid4().hex[:16]
+        # A checkpoint made by others has none: this run draws its own, one for all ranks.
+        self.lineage = lineage or self._ranks.decide(lambda: uuid.uuid4().hex[:16], "starting a lineage", str)
         self.parent = sequence
         self.sequence = self._ranks.decide(following, "numbering the saves", int)
 

@@ -119,9 +119,9 @@ def check_resumable(metadata: CheckpointMetadata, where: str) -> None:
     parameters = {name: state for state in MOMENTS for name in _parameters(metadata, state)}
     if not parameters:
         return
-    if STEP not in optimizer:
+    if STEP not in metadata.training["optimizer"]["keys"]:
         raise DamagedCheckpointError(
-            f"{where}: the optimizer's moments are there, but not its {_THEIR_STEP}", tensor=_THEIR_STEP
+            f"{where}: the optimizer's moments are there, but no {_THEIR_STEP} of one number", tensor=_THEIR_STEP
         )
     masters = set(_parameters(metadata, _MASTER))
     for name in parameters:
@@ -300,7 +300,7 @@ def _description(metadata: CheckpointMetadata) -> dict[str, Any]:
         "values": {},
         "set_aside": set_aside,
     }
-    if STEP in optimizer:
+    if STEP in optimizer and prod(optimizer[STEP].shape) == 1:
         described["keys"][STEP] = "step"
         described["values"] = {"$shared_step": STEP, STEP: {"kind": "step"}}
     return described

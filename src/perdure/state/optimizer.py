@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perdure.errors import MismatchError, UnsupportedStateError
+from perdure.errors import DamagedCheckpointError, MismatchError, UnsupportedStateError
 from perdure.format.dtypes import BY_SAFETENSORS
 from perdure.format.metadata import TensorRecord
+from perdure.state.groups import few, group_settings, setting_tensor
 from perdure.state.jsonable import from_json, to_json
-from perdure.state.shards import NamedTensor, describe
+from perdure.state.shards import NamedTensor, blank, describe
 
 __all__ = ["MASTER", "OptimizerRestore", "OptimizerView", "collect_optimizer", "prepare_optimizer"]
 
@@ -73,36 +74,64 @@ def collect_optimizer(view: OptimizerView) -> tuple[dict[str, Any], list[NamedTe
     tensors: list[NamedTensor] = []
     keys: dict[str, str] = {}
     values: dict[str, Any] = {}
-    steps: dict[str, Any] = {}
-    for name, parameter in view.parameters():
-        state = view.optimizer.state.get(parameter, {})
+    steps: dict[tuple[str, str], Any] = {}
+    parameters = view.parameters()
+    _refuse_shared_state(view.optimizer)
+    for name, parameter in parameters:
+        # Not `get`: some states make an entry when they are asked for one.
+        state = view.optimizer.state[parameter] if parameter in view.optimizer.state else {}
         adam = "exp_avg" in state
         for key, value in state.items():
+            if type(key) is not str:
+                raise UnsupportedStateError(f"optimizer: state {key!r} of {name[:300]} has a key that is not a text")
             label = _ADAM.get(key, key) if adam else key
             keys[label] = key
             if key == "step":
-                steps[f"{label}.{name}"] = value
+                steps[label, name] = value
             else:
                 _collect_value(f"{label}.{name}", value, tensors, values)
-    if len(steps) > 1 and _all_equal(list(steps.values())):
-        label = next(iter(steps)).partition(".")[0]
-        steps = {label: next(iter(steps.values()))}
+    labels = {label for label, _ in steps}
+    if len(steps) > 1 and len(labels) == 1 and _all_equal(list(steps.values())):
+        (label,) = labels
         values["$shared_step"] = label
-    for name, value in steps.items():
-        _collect_value(name, value, tensors, values)
+        values["$without_step"] = [name for name, _ in parameters if (label, name) not in steps]
+        _collect_value(label, next(iter(steps.values())), tensors, values)
+    else:
+        for (label, name), value in steps.items():
+            _collect_value(f"{label}.{name}", value, tensors, values)
     tensors += [describe("optimizer", f"{MASTER}.{name}", master) for name, master in view.masters.items()]
     groups = [
         {
             "params": [view.names[id(p)] for p in group["params"]],
             "settings": {
-                k: to_json(v, f"optimizer: group {n}: {k}", _tensor_setting)
+                str(k): to_json(v, f"optimizer: group {n}: {k}", setting_tensor)
                 for k, v in group.items()
                 if k not in ("params", "param_names")
             },
         }
         for n, group in enumerate(view.optimizer.param_groups)
     ]
+    _refuse_repeated(tensors)
     return {"type": view.type, "keys": keys, "groups": groups, "values": values}, tensors
+
+
+def _refuse_shared_state(optimizer: Any) -> None:
+    """State that belongs to no parameter has no name here."""
+    for key in optimizer.state:
+        if not isinstance(key, Tensor):
+            raise UnsupportedStateError(
+                f"optimizer: {type(optimizer).__name__} keeps state under {key!r}, which is not a parameter",
+                hint="such state cannot be saved by parameter name: keep it in the state of a parameter or in a group",
+            )
+
+
+def _refuse_repeated(tensors: list[NamedTensor]) -> None:
+    """A dot in the name of a state could make one name of two."""
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.name in seen:
+            raise UnsupportedStateError(f"optimizer: two states are both called {tensor.name[:300]}")
+        seen.add(tensor.name)
 
 
 def _collect_value(name: str, value: Any, tensors: list[NamedTensor], values: dict[str, Any]) -> None:
@@ -118,7 +147,14 @@ def _collect_value(name: str, value: Any, tensors: list[NamedTensor], values: di
         tensors.append(describe("optimizer", name, torch.tensor(value, dtype=torch.float64)))
         values[name] = {"kind": "float"}
     else:
-        values[name] = {"kind": "json", "value": to_json(value, f"optimizer: {name}", _tensor_setting)}
+        where = f"optimizer: {name}"
+
+        def reference(tensor: Tensor, path: str) -> Any:
+            unique = f"{path.removeprefix('optimizer: ')}#{len(tensors)}"
+            tensors.append(describe("optimizer", unique, tensor))
+            return {"$tensor": unique}
+
+        values[name] = {"kind": "json", "value": to_json(value, where, reference)}
 
 
 def _all_equal(steps: list[Any]) -> bool:
@@ -135,19 +171,13 @@ def _all_equal(steps: list[Any]) -> bool:
     return all(type(s) is type(first) and s == first for s in steps)
 
 
-def _tensor_setting(value: Tensor, where: str) -> Any:
-    if value.numel() > 64 or hasattr(value, "placements"):
-        raise UnsupportedStateError(f"{where}: a tensor of {value.numel()} elements is not a setting")
-    listed = value.detach().cpu()
-    return {"$dict": [["dtype", str(listed.dtype)], ["value", to_json(listed.tolist(), where, _tensor_setting)]]}
-
-
 @dataclass
 class OptimizerRestore:
     """What a load will do to an optimizer: tensors to be filled, then `install`.
 
     `notes` are the differences worth a line to the user; `fresh` names the parameters that the
-    checkpoint's optimizer did not know; `missing_masters` those whose master it lacks.
+    checkpoint's optimizer did not know; `missing_masters` those whose master it lacks; `from_masters` those
+    that are held in full precision here and take a master's values instead of the rounded weight's.
     """
 
     targets: list[NamedTensor]
@@ -155,6 +185,7 @@ class OptimizerRestore:
     notes: list[str] = field(default_factory=list)
     fresh: list[str] = field(default_factory=list)
     missing_masters: list[str] = field(default_factory=list)
+    from_masters: list[str] = field(default_factory=list)
 
 
 def prepare_optimizer(
@@ -179,6 +210,8 @@ def prepare_optimizer(
     restore = OptimizerRestore([], lambda: None)
     groups = described.get("groups", [])
     known = {name for group in groups for name in group["params"]}
+    shared_step = described.get("values", {}).get("$shared_step")
+    sharers = _step_sharers(view, described, known, records)
     states: dict[int, dict[str, Any]] = {}
     finishers: list[Callable[[], None]] = []
     claimed: set[str] = set()
@@ -186,8 +219,7 @@ def prepare_optimizer(
         state: dict[str, Any] = {}
         for label, key in described.get("keys", {}).items():
             own = f"{label}.{name}"
-            shared = own not in records and described.get("values", {}).get("$shared_step") == label
-            source = label if shared and _has_own_state(name, described, records) else own
+            source = label if label == shared_step and name in sharers else own
             _allocate(state, key, source, parameter, described.get("values", {}), records, restore, finishers, own)
             claimed.add(source)
         states[id(parameter)] = state
@@ -201,14 +233,22 @@ def prepare_optimizer(
             claimed.add(own)
         else:
             restore.missing_masters.append(name)
-    unused = sorted(set(records) - claimed)
+    for name, parameter in view.parameters():
+        own = f"{MASTER}.{name}"
+        if name not in view.masters and own in records and parameter.dtype in (torch.float32, torch.float64):
+            _expect(own, records[own], tuple(parameter.shape))
+            restore.targets.append(describe("optimizer", own, parameter))
+            restore.from_masters.append(name)
+            claimed.add(own)
+    claimed.update(target.name for target in restore.targets)
+    unused = sorted(set(records) - claimed - set(described.get("set_aside", ())))
     if unused:
         restore.notes.append(
-            f"{len(unused)} optimizer tensors of the checkpoint have no parameter here: {_few(unused)}"
+            f"{len(unused)} optimizer tensors of the checkpoint have no parameter here: {few(unused)}"
         )
     if restore.fresh:
-        restore.notes.append(f"{len(restore.fresh)} parameters start with fresh optimizer state: {_few(restore.fresh)}")
-    settings = _group_settings(view, groups, restore.notes) if restore_settings else []
+        restore.notes.append(f"{len(restore.fresh)} parameters start with fresh optimizer state: {few(restore.fresh)}")
+    settings = group_settings(view.optimizer.param_groups, view.names, groups, restore.notes) if restore_settings else []
 
     def install() -> None:
         for finish in finishers:
@@ -221,17 +261,25 @@ def prepare_optimizer(
                 view.optimizer.state.pop(parameter, None)
         for group, saved in settings:
             group.update(saved)
+        for group in view.optimizer.param_groups:
+            if group.get("fused") or group.get("capturable"):
+                _counters_to_device(group["params"], view.optimizer.state)
 
     restore.install = install
     return restore
 
 
-def _has_own_state(name: str, described: Mapping[str, Any], records: Mapping[str, TensorRecord]) -> bool:
-    """Whether a parameter has state besides a shared step: one that never got a gradient has none."""
+def _step_sharers(
+    view: OptimizerView, described: Mapping[str, Any], known: set[str], records: Mapping[str, TensorRecord]
+) -> set[str]:
+    """The parameters that have the step which is stored once for all."""
+    names = [name for name, _ in view.parameters()]
     values = described.get("values", {})
-    shared = values.get("$shared_step")
-    others = [label for label in described.get("keys", {}) if label != shared]
-    return not others or any(f"{label}.{name}" in records or f"{label}.{name}" in values for label in others)
+    if "$without_step" in values:
+        return known.intersection(names).difference(values["$without_step"])
+    # Other programs don't say which have none: a parameter that never got a gradient has no state at all.
+    others = [label for label in described.get("keys", {}) if label != values.get("$shared_step")]
+    return {name for name in names if any(f"{label}.{name}" in records for label in others)}
 
 
 def _allocate(
@@ -248,17 +296,32 @@ def _allocate(
     """Puts under `key` what the checkpoint calls `source`: a tensor to be filled, or a value."""
     how = values.get(source, {})
     if how.get("kind") == "json":
-        state[key] = from_json(how["value"], lambda reference: torch.tensor(reference), f"optimizer: {own}")
+
+        def inside(reference: str) -> Tensor:
+            if reference not in records:
+                raise DamagedCheckpointError(f"optimizer: {own}: its tensor {reference[:300]!r} is not there")
+            tensor = blank(records[reference], parameter.device)
+            restore.targets.append(describe("optimizer", reference, tensor))
+            return tensor
+
+        state[key] = from_json(how["value"], inside, f"optimizer: {own}")
         return
     record = records.get(source)
     if record is None:
+        return
+    if how.get("kind") == "step":
+        # Other programs count in whole numbers, maybe of shape [1]; torch in one float32 number.
+        counter = torch.zeros(record.shape, dtype=torch.float32)
+        restore.targets.append(describe("optimizer", source, counter))
+        state[key] = counter
+        finishers.append(lambda: state.__setitem__(key, counter.reshape(())))
         return
     dtype = getattr(torch, record.logical or _torch_name(record.dtype))
     shape = record.shape[:-1] if record.logical.startswith("complex") else record.shape
     if how.get("kind") in ("int", "float"):
         number = torch.zeros((), dtype=dtype)
-        # Filled under a name of its own: several parameters may share one source.
         restore.targets.append(describe("optimizer", source, number))
+        state[key] = number
         finishers.append(lambda: state.__setitem__(key, int(number) if how["kind"] == "int" else float(number)))
         return
     if tuple(shape) == tuple(parameter.shape) and not (how.get("kind") == "host" and len(shape) == 0):
@@ -266,9 +329,17 @@ def _allocate(
         tensor = tensor.detach()
     else:
         device = "cpu" if how.get("kind") == "host" else parameter.device
-        tensor = torch.zeros(shape, dtype=dtype, device=device)
+        tensor = blank(record, device)
     state[key] = tensor
     restore.targets.append(describe("optimizer", source, tensor))
+
+
+def _counters_to_device(parameters: list[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Kernels that count by themselves want the step where the parameter is."""
+    for parameter in parameters:
+        step = states[parameter].get("step") if parameter in states else None
+        if isinstance(step, Tensor) and step.device != parameter.device:
+            states[parameter]["step"] = step.to(parameter.device)
 
 
 def _torch_name(stored: str) -> str:
@@ -278,34 +349,3 @@ def _torch_name(stored: str) -> str:
 def _expect(name: str, record: TensorRecord, shape: tuple[int, ...]) -> None:
     if tuple(record.shape) != shape:
         raise MismatchError(f"optimizer: {name}: shape {list(record.shape)} in the checkpoint, {list(shape)} here")
-
-
-def _few(names: list[str], most: int = 3) -> str:
-    shown = ", ".join(n if len(n) <= 80 else n[:77] + "..." for n in names[:most])
-    return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"
-
-
-def _group_settings(
-    view: OptimizerView, groups: list[Any], notes: list[str]
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """For each live group, the settings that the checkpoint has for its parameters, matched by name."""
-    home = {name: number for number, group in enumerate(groups) for name in group["params"]}
-    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for number, group in enumerate(view.optimizer.param_groups):
-        names = [view.names[id(p)] for p in group["params"]]
-        sources = {home[name] for name in names if name in home}
-        if len(sources) == 1:
-            saved = groups[sources.pop()]["settings"]
-            found.append((group, {k: _setting(from_json(v, torch.tensor), group.get(k)) for k, v in saved.items()}))
-        elif sources:
-            moved = [n for n in names if home.get(n) not in (None, min(sources))]
-            mixed = f"group {number} mixes parameters of {len(sources)} saved groups and keeps its own settings"
-            notes.append(f"{mixed}: {_few(moved)}")
-    return found
-
-
-def _setting(value: Any, live: Any) -> Any:
-    if isinstance(value, dict) and set(value) == {"dtype", "value"}:
-        tensor = torch.tensor(value["value"], dtype=getattr(torch, str(value["dtype"]).removeprefix("torch.")))
-        return tensor.to(live.device) if isinstance(live, Tensor) else tensor
-    return value
