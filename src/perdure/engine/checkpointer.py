@@ -85,7 +85,7 @@ class Checkpointer:
         self.ranks = ranks or Ranks()
         self.loaded: Loaded | None = None
         self.last_commit: CommitRecord | None = None
-        self.last_saved_step = -1
+        self._last_saved = (-1, -1)
         self.last_stall_s = self.last_save_s = 0.0
         self._say = say or (print_line if self.ranks.is_first else lambda line: None)
         self._training, self._restore_settings, self._before_commit = training, restore_settings, before_commit
@@ -103,6 +103,11 @@ class Checkpointer:
     def path(self) -> str:
         """The save root."""
         return self._save_root.root.path
+
+    @property
+    def last_saved_step(self) -> int:
+        """Step of the save that was started last or loaded; -1 for none, or after one that failed."""
+        return self._last_saved[0]
 
     @property
     def lineage(self) -> str:
@@ -144,7 +149,7 @@ class Checkpointer:
         else:
             self._save_root.go_on_from(loaded.root, loaded.path, loaded.lineage, loaded.sequence)
             if loaded.sequence and loaded.root == self.path:
-                self.last_saved_step = loaded.progress.global_step
+                self._last_saved = _position(loaded.progress)
         self._save_root.event(
             "load", path=loaded.path, step=loaded.progress.global_step, sequence=loaded.sequence, notes=loaded.notes
         )
@@ -170,7 +175,7 @@ class Checkpointer:
         Args:
             wait: return only when the commit is visible (default: unless `async_save`).
         """
-        if not self.config.enable_save or progress.global_step == self.last_saved_step:
+        if not self.config.enable_save or _position(progress) == self._last_saved:
             if wait:
                 self.wait()
             return False
@@ -178,16 +183,17 @@ class Checkpointer:
         if not self._save_root.started:
             self._save_root.start_fresh()
         started = time.monotonic()
+        job: SaveJob | None = None
         try:
             job = self._prepare(progress)
-            self.last_saved_step = progress.global_step
+            self._last_saved = _position(progress)
             background = self.config.async_save if wait is None else not wait
             if background:
                 self._start(job, started)
             else:
                 self._settle(job, self._run_together(job), started)
         except SaveError as error:
-            self._failed(error)
+            self._failed(error, job)
         self.last_stall_s = time.monotonic() - started
         return True
 
@@ -228,13 +234,17 @@ class Checkpointer:
         # The first error is the one to be told; a save under way is still let finish.
         if self._underway is not None:
             self._underway.thread.join()
+            if self._underway.error is not None:
+                self._say(f"warning: {self._underway.error}")
         self._release()
 
     def _prepare(self, progress: Progress) -> SaveJob:
         state, tensors = self._live.collect(self.ranks, with_optimizer=not self.config.no_save_optim)
         training = {**self._training(), **state}
         plan = self._planner.plan(tensors)
-        identity = Identity(self.lineage, self._save_root.sequence + 1, self.parent, self.attempt)
+        # A number once used is never used again: what failed may be committed all the same.
+        self._save_root.sequence += 1
+        identity = Identity(self.lineage, self._save_root.sequence, self.parent, self.attempt)
 
         def make() -> str:
             self._save_root.check_room(sum(plan.bytes_of(r) for r in range(self.ranks.size)), progress.global_step)
@@ -298,11 +308,11 @@ class Checkpointer:
             self.ranks.agree(underway.error, f"saving step {underway.job.common.global_step}")
             self._settle(underway.job, underway.commit, underway.started)
         except SaveError as error:
-            self._failed(error)
+            self._failed(error, underway.job)
 
     def _settle(self, job: SaveJob, commit: CommitRecord | None, started: float) -> None:
         """A save is committed: the numbers move on, old iterations go."""
-        self._save_root.sequence = self._save_root.parent = job.identity.sequence
+        self._save_root.parent = job.identity.sequence
         self.last_save_s = time.monotonic() - started
         self.last_commit = commit
         if commit is None:
@@ -311,13 +321,16 @@ class Checkpointer:
             "save",
             step=commit.iteration,
             sequence=commit.sequence,
+            parent=commit.parent,
             bytes=commit.size,
             seconds=round(self.last_save_s, 3),
         )
         self._save_root.retain()
 
-    def _failed(self, error: SaveError) -> None:
-        self.last_saved_step = -1
+    def _failed(self, error: SaveError, job: SaveJob | None) -> None:
+        self._last_saved = (-1, -1)
+        if job is not None and job.staging.published:
+            self._save_root.parent = job.identity.sequence
         self._save_root.event("save_failed", why=error.message)
         if self.config.on_save_error == "warn":
             self._say(f"warning: {error.message}; the run goes on without it (on_save_error: warn)")
@@ -336,6 +349,11 @@ class Checkpointer:
         if self._buffers is None:
             self._buffers = WriteBuffers()
         return self._buffers
+
+
+def _position(progress: Progress) -> tuple[int, int]:
+    """What tells two states of a run apart: after a change of the batch size the step alone doesn't."""
+    return progress.global_step, progress.consumed_samples
 
 
 def print_line(line: str) -> None:

@@ -90,9 +90,13 @@ class TrainStep:
         self._seed, self._max_norm, self._skip = seed, max_norm, skip_non_finite
 
     def run(
-        self, batch: StepBatch, global_batch_size: int, learning_rate: Callable[[dict[str, Any]], float], stop: Callable[[], int]
+        self,
+        batch: StepBatch,
+        global_batch_size: int,
+        learning_rate: Callable[[dict[str, Any]], float],
+        stop: Callable[[], int],
     ) -> StepResult:
-        """One step over `batch`; `learning_rate` gives each parameter group its rate."""
+        """One step over `batch`; `learning_rate` gives each parameter group its rate, `stop` the signal received."""
         self._model.train()
         loss_sum = torch.zeros((), dtype=torch.float64)
         tokens = id_sum = 0
