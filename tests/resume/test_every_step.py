@@ -30,6 +30,7 @@ from perdure.errors import (
 from perdure.train.history import read_lines, superseded
 
 STEPS, LENGTH = 12, 37
+EVAL = {"num_parallel_workers": 0}
 
 
 class Noisy(torch.utils.data.Dataset[tuple[int, Tensor, Tensor]]):
@@ -263,3 +264,22 @@ def test_killed_at_random_moments_the_run_ends_the_same(tmp_path: Path, backgrou
     assert state(output, 60) == state(tmp_path / "straight", 60)
     hidden = [name for name in os.listdir(output / "checkpoint") if name.startswith(".")]
     assert hidden == []
+
+
+def test_evaluation_leaves_training_alone_also_across_a_resume(straight: Path, tmp_path: Path) -> None:
+    def evaluated(steps: int) -> Trainer:
+        run = trainer(tmp_path, training={"steps": steps, "eval_interleaved_steps": 3}, eval_dataset=EVAL)
+        run.eval_dataset = Noisy(11)
+        return run
+
+    evaluated(5).train()
+    evaluated(STEPS).train()
+    assert trace(tmp_path) == trace(straight)
+    assert state(tmp_path, STEPS) == state(straight, STEPS)
+    lines = [line for line in read_lines(str(tmp_path / "metrics.jsonl")) if "eval_loss" in line]
+    assert [line["step"] for line in lines] == [3, 6, 9, 12]
+    straight_again = trainer(tmp_path / "again", training={"eval_interleaved_steps": 3}, eval_dataset=EVAL)
+    straight_again.eval_dataset = Noisy(11)
+    straight_again.train()
+    again = [line for line in read_lines(str(tmp_path / "again" / "metrics.jsonl")) if "eval_loss" in line]
+    assert [line["eval_loss"] for line in again] == [line["eval_loss"] for line in lines]

@@ -36,13 +36,16 @@ FEATURES_NOT_BUILT: dict[str, str] = {
     "checkpoint.save_trainable_only": "saving adapters alone",
     "checkpoint.base_load_path": "saving adapters alone",
     "checkpoint.rename": "renaming on load",
+    "checkpoint.staging_memory": "bounding the snapshot of an asynchronous save",
+    "monitor.health_checkpoint": "thresholds for the health of a checkpoint",
+    "monitor.tensorboard": "TensorBoard",
     "monitor.train_state": "figures of each rank",
     "recompute": "recomputation of activations",
     "lora_config": "low-rank adapters",
 }
 """Key or whole section -> the feature that is missing. Remove a line when its feature is built."""
 
-BUILT_VALUES: dict[str, tuple[object, ...]] = {"parallelism.data_parallel_shard": (1,)}
+BUILT_VALUES: dict[str, tuple[object, ...]] = {}
 """Values beside the default that are accepted all the same."""
 
 

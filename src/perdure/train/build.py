@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from perdure.config.schema import TrainConfig
+from perdure.config.schema import DataloaderConfig, TrainConfig
 from perdure.data.loader import ResumableLoader
 from perdure.data.sources.registry import build_source, source_keys
 from perdure.errors import ConfigError, UsageError
@@ -19,7 +19,7 @@ from perdure.optim.schedules import build_schedule
 from perdure.parallel.mesh import Mesh
 from perdure.train.callbacks.base import Callback
 
-__all__ = ["callbacks", "data", "loader", "network", "optimizer_and_schedule", "settings_of"]
+__all__ = ["callbacks", "data", "evaluation_data", "loader", "network", "optimizer_and_schedule", "settings_of"]
 
 # The reference's own callbacks; what they do is part of the Trainer here.
 _BUILT_IN = {"MonitorCallback", "LossCallback", "CheckpointCallback"}
@@ -31,11 +31,22 @@ def data(config: TrainConfig, given: Any) -> Any:
     """The training data: what was passed, or what `train_dataset.dataloader` describes."""
     if given is not None:
         return given
-    section = config.train_dataset.dataloader
     config.require(train_dataset=True)
+    return _source(config, config.train_dataset.dataloader, "train_dataset")
 
+
+def evaluation_data(config: TrainConfig, given: Any) -> Any:
+    """The evaluation data: what was passed, what `eval_dataset.dataloader` describes, or None."""
+    if given is not None or config.eval_dataset is None:
+        return given
+    if config.eval_dataset.dataloader.type is None:
+        raise config.fault("eval_dataset.dataloader.type", "missing; expected a source's name or an import path")
+    return _source(config, config.eval_dataset.dataloader, "eval_dataset")
+
+
+def _source(config: TrainConfig, section: DataloaderConfig, name: str) -> Any:
     def fault(key: str, text: str) -> ConfigError:
-        return config.fault(f"train_dataset.dataloader.{key}", text)
+        return config.fault(f"{name}.dataloader.{key}", text)
 
     keys = section.extras()
     if "column_names" in source_keys(str(section.type), fault=fault):

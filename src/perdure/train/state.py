@@ -19,6 +19,7 @@ class TrainerState(Progress):
         loss: of the last step, per valid token (or sample); NaN before the first.
         grad_norm: global gradient norm of the last step before clipping.
         learning_rate: that the last step used.
+        eval_loss: of the last evaluation; NaN before the first.
         skipped_steps: updates left out because the gradients were not finite.
         consecutive_skipped_steps: of those, in a row until now.
         stop_signal: number of the signal that ended the run; 0 otherwise.
@@ -29,6 +30,7 @@ class TrainerState(Progress):
     loss: float = float("nan")
     grad_norm: float = float("nan")
     learning_rate: float = 0.0
+    eval_loss: float = float("nan")
     skipped_steps: int = 0
     consecutive_skipped_steps: int = 0
     stop_signal: int = 0

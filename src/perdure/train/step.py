@@ -25,7 +25,7 @@ from perdure.parallel.mesh import Mesh
 from perdure.state.random import seed_streams
 from perdure.train.stop import SIGNALS
 
-__all__ = ["LossFunction", "StepResult", "TrainStep", "next_token_loss"]
+__all__ = ["LossFunction", "StepResult", "TrainStep", "loss_and_count", "next_token_loss", "to_device"]
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Any]"]
 IGNORED = -100
@@ -102,7 +102,7 @@ class TrainStep:
         tokens = id_sum = 0
         for micro in batch.micro_batches:
             seed_streams(self._seed, micro.first)
-            value, count = self._forward(to_device(micro.data, self._device), len(micro.ids))
+            value, count = loss_and_count(self._loss, self._model, to_device(micro.data, self._device), len(micro.ids))
             self._scaler.scale_loss(value / global_batch_size).backward()  # type: ignore[no-untyped-call]
             if hasattr(self._optimizer, "accumulate_grads"):
                 self._optimizer.accumulate_grads()
@@ -110,12 +110,6 @@ class TrainStep:
             tokens += count
             id_sum += sum_of_ids(micro.positions, micro.ids)
         return self._finish(loss_sum, tokens, id_sum, global_batch_size, learning_rate, stop)
-
-    def _forward(self, data: Any, samples: int) -> tuple[Tensor, int]:
-        output = self._loss(self._model, data)
-        if isinstance(output, tuple):
-            return output[0], int(output[1])
-        return output * samples, samples
 
     def _finish(
         self,
@@ -161,6 +155,14 @@ class TrainStep:
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         settle(parameters)
         return [p.grad for p in parameters if p.grad is not None]
+
+
+def loss_and_count(loss: LossFunction, model: nn.Module, data: Any, samples: int) -> tuple[Tensor, int]:
+    """The summed loss of a micro-batch, and over how many tokens (or samples) it is a sum."""
+    output = loss(model, data)
+    if isinstance(output, tuple):
+        return output[0], int(output[1])
+    return output * samples, samples
 
 
 def to_device(data: Any, device: torch.device) -> Any:

@@ -26,6 +26,7 @@ from perdure.state.random import seed_all
 from perdure.train import build
 from perdure.train.callbacks.base import Callback
 from perdure.train.console import Console
+from perdure.train.evaluate import Evaluation
 from perdure.train.history import History, number
 from perdure.train.resume import Wish, changed_settings, resume_point
 from perdure.train.state import TrainerState
@@ -44,6 +45,7 @@ class Trainer:
         optimizer: an optimizer over its parameters, in place of the `optimizer` section; its groups keep
             the ratios of their rates.
         train_dataset: a map-style dataset in place of `train_dataset.dataloader`.
+        eval_dataset: likewise in place of `eval_dataset`, for `training.eval_interleaved_steps`.
         compute_loss_func: `f(model, batch)` gives (sum, count), or the mean loss over a micro-batch.
         callbacks: further callbacks, after the configured ones.
         extra: registered objects, saved and restored with the run.
@@ -59,12 +61,14 @@ class Trainer:
         model: nn.Module | None = None,
         optimizer: Any = None,
         train_dataset: Any = None,
+        eval_dataset: Any = None,
         compute_loss_func: LossFunction | None = None,
         callbacks: Sequence[Callback] = (),
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = _config(config)
         self.model, self.optimizer, self.train_dataset = model, optimizer, train_dataset
+        self.eval_dataset = eval_dataset
         self.state = TrainerState()
         self._loss = compute_loss_func or next_token_loss
         self._callbacks, self._extra = list(callbacks), dict(extra or {})
@@ -115,6 +119,7 @@ class Trainer:
         self.scaler = LossScaler.for_dtypes(*(p.dtype for p in self.model.parameters()))
         self.loader = build.loader(config, self.train_dataset, self.mesh)
         stack.callback(self.loader.close)
+        self._evaluation = self._build_evaluation(stack)
         self._callbacks = build.callbacks(config, self._callbacks)
         self._settings = build.settings_of(config, self.optimizer)
         self._ledger: History | None = None
@@ -144,6 +149,30 @@ class Trainer:
             max_norm=training.max_norm,
             skip_non_finite=training.use_skip_step_on_nan,
         )
+
+    def _build_evaluation(self, stack: contextlib.ExitStack) -> Evaluation | None:
+        training = self.config.training
+        if not training.eval_interleaved_steps:
+            return None
+        self.eval_dataset = build.evaluation_data(self.config, self.eval_dataset)
+        if self.eval_dataset is None:
+            raise self.config.fault(
+                "training.eval_interleaved_steps", "there is nothing to evaluate on: eval_dataset is missing"
+            )
+        section = self.config.eval_dataset
+        evaluation = Evaluation(
+            self.eval_dataset,
+            loss=self._loss,
+            ranks=self.ranks,
+            mesh=self.mesh,
+            device=self.device,
+            global_batch_size=training.global_batch_size,
+            local_batch_size=training.local_batch_size,
+            workers=section.num_parallel_workers if section is not None else 0,
+            seed=training.seed,
+        )
+        stack.callback(evaluation.close)
+        return evaluation
 
     def _wish(self) -> Wish:
         training = self.config.training
@@ -222,10 +251,22 @@ class Trainer:
         state.stop_signal = result.stop
         self._count_skipped(result.applied)
         self._record(batch, result.tokens, result.tokens / seconds, result.id_sum)
+        self._evaluate()
         self._hook("on_step_end")
         if self.checkpointer.step(state):
             self._hook("on_save")
         self.console.step(state, result.tokens, self.checkpointer.last_saved_step)
+
+    def _evaluate(self) -> None:
+        state, every = self.state, self.config.training.eval_interleaved_steps
+        if self._evaluation is None or state.global_step % every or self.model is None:
+            return
+        state.eval_loss = self._evaluation.run(self.model)
+        if self._metrics is not None:
+            self._metrics.write(
+                {"step": state.global_step, "eval_loss": number(state.eval_loss), "attempt": state.attempt}
+            )
+        self.console.say(f"step {state.global_step}: evaluation loss {state.eval_loss:.4f}")
 
     def _count_skipped(self, applied: bool) -> None:
         state, limit = self.state, self.config.training.max_consecutive_skipped_steps

@@ -1,0 +1,81 @@
+"""Evaluation between steps: the same samples in the same order each time, and training notices nothing.
+
+Training seeds its random streams before every micro-batch, and the evaluation has a loader of its own,
+so neither draws nor cursor of the run are touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from perdure.data.loader import ResumableLoader
+from perdure.engine.ranks import Ranks
+from perdure.errors import DataError
+from perdure.parallel.mesh import Mesh
+from perdure.train.step import LossFunction, loss_and_count, to_device
+
+__all__ = ["Evaluation"]
+
+
+class Evaluation:
+    """The mean loss over a data set.
+
+    Whole global batches are evaluated; a rest that is smaller than one is left out, so that all ranks
+    do the same work.
+
+    Raises:
+        DataError: the data set is smaller than one global batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        loss: LossFunction,
+        ranks: Ranks,
+        mesh: Mesh,
+        device: torch.device,
+        global_batch_size: int,
+        local_batch_size: int,
+        workers: int,
+        seed: int,
+    ) -> None:
+        self._loss, self._ranks, self._mesh, self._device = loss, ranks, mesh, device
+        self._loader = ResumableLoader(
+            dataset,
+            global_batch_size=global_batch_size,
+            local_batch_size=local_batch_size,
+            seed=seed,
+            shuffle=False,
+            num_workers=workers,
+            rank=mesh.data_rank,
+            ranks=mesh.data_ranks,
+        )
+        self._steps = self._loader.length // global_batch_size
+        if self._steps == 0:
+            raise DataError(
+                f"eval_dataset has {self._loader.length} samples, fewer than one global batch of {global_batch_size}",
+                hint="evaluate on more data, or lower training.global_batch_size",
+            )
+
+    @torch.no_grad()
+    def run(self, model: nn.Module) -> float:
+        """Mean loss per valid token (or sample) over the data set, the same on every rank."""
+        was_training = model.training
+        model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        self._loader.seek(0)
+        for batch in self._loader.take(self._steps):
+            for micro in batch.micro_batches:
+                value, count = loss_and_count(self._loss, model, to_device(micro.data, self._device), len(micro.ids))
+                sums += torch.tensor([float(value), count], dtype=torch.float64) * self._mesh.counts
+        model.train(was_training)
+        loss, count = self._ranks.sum(sums, "evaluating").tolist()
+        return float(loss / max(count, 1.0))
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._loader.close()
