@@ -30,7 +30,7 @@ from perdure.errors import (
 from perdure.train.history import read_lines, superseded
 
 STEPS, LENGTH = 12, 37
-EVAL = {"num_parallel_workers": 0}
+EVAL = {"num_parallel_workers": 0, "dataloader": {"type": "Text"}}  # the object that is passed wins
 
 
 class Noisy(torch.utils.data.Dataset[tuple[int, Tensor, Tensor]]):
