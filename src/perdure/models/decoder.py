@@ -174,7 +174,6 @@ class Decoder(nn.Module):
         super().__init__()
         heads, kv_heads = num_attention_heads, num_key_value_heads or num_attention_heads
         intermediate_size = intermediate_size or math.ceil(hidden_size * 8 / 3 / 64) * 64
-        compute_dtype = compute_dtype or params_dtype
         faults = [(key, f"{value} is not a positive integer") for key, value in (
             ("vocab_size", vocab_size), ("hidden_size", hidden_size), ("intermediate_size", intermediate_size),
             ("num_hidden_layers", num_hidden_layers), ("num_attention_heads", heads),
@@ -183,7 +182,7 @@ class Decoder(nn.Module):
         faults += [
             (key, f"`{value}` is not one of {', '.join(_DTYPES)}")
             for key, value in (("params_dtype", params_dtype), ("compute_dtype", compute_dtype))
-            if value not in _DTYPES
+            if value is not None and value not in _DTYPES
         ]
         if not 0.0 <= dropout < 1.0:
             faults.append(("dropout", f"{dropout} is not in [0, 1)"))
@@ -191,11 +190,11 @@ class Decoder(nn.Module):
         if faults:
             raise KeyFaults([(f"model.{key}", text) for key, text in faults])
 
-        dtype = _DTYPES[params_dtype]
+        dtype, compute = _DTYPES[params_dtype], _DTYPES[compute_dtype or params_dtype]
         self.rope_theta, self.head_dim, self.max_positions = rope_theta, hidden_size // heads, max_position_embeddings
         self.num_hidden_layers, self.tie_word_embeddings = num_hidden_layers, tie_word_embeddings
         # Optional: a pipeline stage sets what it does not hold to None.
-        self.embed_tokens: Embedding | None = Embedding(vocab_size, hidden_size, dtype, _DTYPES[compute_dtype])
+        self.embed_tokens: Embedding | None = Embedding(vocab_size, hidden_size, dtype, compute)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleDict(
             {
@@ -273,8 +272,9 @@ def _size_faults(hidden_size: int, heads: int, kv_heads: int) -> list[tuple[str,
             ("hidden_size", f"{hidden_size} is not a multiple of 2 × {heads} heads; nearest valid: {nearest}")
         )
     if heads % kv_heads:
-        divisors = sorted((d for d in range(1, heads + 1) if heads % d == 0), key=lambda d: (abs(d - kv_heads), d))
-        nearest = " and ".join(str(each) for each in sorted(divisors[:2]))
+        divisors = [each for each in range(1, heads + 1) if heads % each == 0]
+        around = [max(d for d in divisors if d < kv_heads), *(d for d in divisors if d > kv_heads)][:2]
+        nearest = " and ".join(map(str, around))
         text = f"{kv_heads} does not divide the {heads} attention heads; nearest valid: {nearest}"
         faults.append(("num_key_value_heads", text))
     return faults

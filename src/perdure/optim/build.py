@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from perdure.errors import PerdureError, UsageError
 from perdure.importing import KeyFaults, accepted_keys, check_keys, resolve, section_keys
-from perdure.optim.composite import muon_with_adamw, suits_muon
+from perdure.optim.composite import MuonWithAdamW, suits_muon
 from perdure.optim.masters import MixedPrecisionOptimizer, needs_master
 
-__all__ = ["build_optimizer", "decays", "set_learning_rate", "trainable_parameters"]
+__all__ = ["build_optimizer", "decays", "trainable_parameters"]
 
 _DEFAULTS: dict[str, Any] = {"type": "AdamW", "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -38,13 +38,13 @@ def build_optimizer(section: Any, model: nn.Module, lr: float, *, master_weights
     passed, or refused.
 
     Keys that are ours: `weight_decay_include`, `weight_decay_exclude` (patterns, see `decays`), `lr_scale` (a mapping
-    of patterns to factors on the learning rate, the first match counts) and `adamw_include` (patterns of matrices that
-    Muon leaves to AdamW).
+    of patterns to factors on the learning rate, the first match counts; kept as the group's `lr_ratio`) and
+    `adamw_include` (patterns of matrices that Muon leaves to AdamW).
 
     Args:
         section: a mapping or `perdure.config`'s OptimizerConfig.
         model: bare or wrapped (DistributedDataParallel, torch.compile, FSDP).
-        lr: the rate that the groups start with; a schedule changes it by `set_learning_rate`.
+        lr: the rate that the groups start with, times their `lr_ratio` where they have one.
         master_weights: keep FP32 masters of bfloat16 and float16 parameters (`MixedPrecisionOptimizer`).
 
     Raises:
@@ -80,7 +80,7 @@ def build_optimizer(section: Any, model: nn.Module, lr: float, *, master_weights
             words.append("decay" if decay else "no_decay")
         factor = next((factor for pattern, factor in scales if _matches((pattern,), parameter_name)), None)
         if factor is not None:
-            extra |= {"lr_scale": factor, "lr": lr * factor}
+            extra |= {"lr_ratio": factor, "lr": lr * factor}
             words.append(f"lr×{factor:g}")
         label = " ".join(words) or "all"
         group = groups.setdefault(label, {"params": [], "param_names": [], "name": label, **extra})
@@ -95,16 +95,6 @@ def build_optimizer(section: Any, model: nn.Module, lr: float, *, master_weights
         # DistributedDataParallel reduces p.grad after hooks have run, so there they would take it too early.
         return MixedPrecisionOptimizer(ordered, construct, hooks=not isinstance(model, DistributedDataParallel))
     return construct(ordered)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of every group, times its `lr_scale` where it has one."""
-    for group in optimizer.param_groups:
-        scaled = rate * group["lr_scale"] if "lr_scale" in group else rate
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(scaled)
-        else:
-            group["lr"] = scaled
 
 
 def decays(name: str, parameter: Tensor, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> bool:
@@ -140,7 +130,7 @@ def _constructor(name: str) -> Callable[..., Any]:
     }
     if name == "LBFGS":
         raise KeyFaults([("optimizer.type", "LBFGS evaluates the loss several times a step and is not supported")])
-    registered["Muon"] = muon_with_adamw
+    registered["Muon"] = MuonWithAdamW
     constructor = resolve(name, registered, key="optimizer.type")
     if not callable(constructor):
         raise KeyFaults([("optimizer.type", f"`{name}` is a {type(constructor).__name__}, which cannot be called")])

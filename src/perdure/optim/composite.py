@@ -11,7 +11,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from perdure.errors import UsageError
 
-__all__ = ["CompositeOptimizer", "muon_with_adamw"]
+__all__ = ["CompositeOptimizer", "MuonWithAdamW", "suits_muon"]
 
 
 class CompositeOptimizer(Optimizer):
@@ -75,43 +75,45 @@ class CompositeOptimizer(Optimizer):
         super().add_param_group(param_group)
 
 
-def muon_with_adamw(
-    params: Iterable[dict[str, Any]],
-    lr: float,
-    *,
-    weight_decay: float = 0.01,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    ns_steps: int = 5,
-    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
-    eps: float = 1e-7,
-    adjust_lr_fn: str = "match_rms_adamw",
-    adamw_betas: tuple[float, float] = (0.9, 0.95),
-    adamw_eps: float = 1e-8,
-) -> CompositeOptimizer:
+class MuonWithAdamW(CompositeOptimizer):
     """`torch.optim.Muon` for the groups with `algorithm: muon`, `torch.optim.AdamW` for those with `algorithm: adamw`.
 
     One learning rate drives both, so `adjust_lr_fn` defaults to the rule that gives Muon's updates the size of
     AdamW's.
     """
 
-    def build_muon(groups: list[dict[str, Any]]) -> Optimizer:
-        return Muon(
-            groups,
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_coefficients=ns_coefficients,
-            eps=eps,
-            ns_steps=ns_steps,
-            adjust_lr_fn=adjust_lr_fn,
-        )
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float,
+        *,
+        weight_decay: float = 0.01,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        adjust_lr_fn: str = "match_rms_adamw",
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+    ) -> None:
+        def build_muon(groups: list[dict[str, Any]]) -> Optimizer:
+            return Muon(
+                groups,
+                lr=lr,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                nesterov=nesterov,
+                ns_coefficients=ns_coefficients,
+                eps=eps,
+                ns_steps=ns_steps,
+                adjust_lr_fn=adjust_lr_fn,
+            )
 
-    def build_adamw(groups: list[dict[str, Any]]) -> Optimizer:
-        return AdamW(groups, lr=lr, betas=adamw_betas, eps=adamw_eps, weight_decay=weight_decay)
+        def build_adamw(groups: list[dict[str, Any]]) -> Optimizer:
+            return AdamW(groups, lr=lr, betas=adamw_betas, eps=adamw_eps, weight_decay=weight_decay)
 
-    return CompositeOptimizer(params, {"muon": build_muon, "adamw": build_adamw})
+        super().__init__(params, {"muon": build_muon, "adamw": build_adamw})
 
 
 def suits_muon(name: str, parameter: Tensor, is_embedding: bool) -> bool:

@@ -121,7 +121,11 @@ class MixedPrecisionOptimizer(Optimizer):
         """The gradients that the next step will use, to be clipped and checked in place: float32 sums of
         low-precision parameters, `p.grad` of the others; parameters without a gradient are left out."""
         self.accumulate_grads()
-        owners = (self._masters.get(p, p) for group in self.param_groups for p in group["params"])
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = _reduced(parameter)
+        owners = (self._masters.get(p, p) for p in parameters)
         return [owner.grad for owner in owners if owner.grad is not None]
 
     @overload
@@ -200,13 +204,9 @@ class MixedPrecisionOptimizer(Optimizer):
 
     @torch.no_grad()
     def _take_grad(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is None:
+        if parameter.grad is None:
             return
-        placements = getattr(parameter, "placements", None)
-        if placements is not None and getattr(gradient, "placements", placements) != placements:
-            # Tensor parallelism leaves unreduced sums; those have to be reduced before they are rounded again.
-            gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+        gradient = _reduced(parameter)
         master = self._masters[parameter]
         if master.grad is None:
             master.grad = gradient.float()
@@ -238,8 +238,11 @@ class _StateByParameter(MutableMapping[Tensor, Any]):
     def __delitem__(self, parameter: Tensor) -> None:
         del self._owner.inner.state[self._key(parameter)]
 
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
+        # Not inherited, as `in` is not: the inner state creates an entry when it is asked for one.
+        return self._owner.inner.state.get(self._key(parameter), default)
+
     def __contains__(self, parameter: object) -> bool:
-        # Not inherited: the inner state creates entries when it is asked for one.
         return isinstance(parameter, Tensor) and self._key(parameter) in self._owner.inner.state
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -248,6 +251,16 @@ class _StateByParameter(MutableMapping[Tensor, Any]):
 
     def __len__(self) -> int:
         return len(self._owner.inner.state)
+
+
+def _reduced(parameter: Tensor) -> Tensor:
+    """The gradient in the parameter's layout: tensor parallelism leaves sums that are still to be reduced, and they
+    have to be before anything is rounded or measured."""
+    gradient: Any = parameter.grad
+    placements = getattr(parameter, "placements", None)
+    if placements is not None and getattr(gradient, "placements", placements) != placements:
+        gradient = gradient.redistribute(placements=placements)
+    return gradient  # type: ignore[no-any-return]
 
 
 def _local(tensor: Tensor) -> Tensor:
