@@ -15,6 +15,7 @@ __all__ = ["FORMAT", "VERSION", "CommitRecord"]
 
 FORMAT = "perdure"
 VERSION = 1
+_MOST = 10**18
 _TAIL = re.compile(rb',"digest":"(xxh3-128:[0-9a-f]{32})"\}')
 _TAIL_BYTES = len(',"digest":"xxh3-128:') + 32 + len('"}')
 
@@ -89,8 +90,10 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
                 hint="install a newer perdure",
             )
         record = decode(data, cls, file)
-        if min(record.iteration, record.parent, record.size, record.consumed_samples, record.ledger_bytes) < 0 or (
-            min(record.sequence, record.ranks) < 1
+        counts = (record.iteration, record.parent, record.size, record.consumed_samples, record.ledger_bytes)
+        if (
+            min(*counts, record.sequence - 1, record.ranks - 1) < 0
+            or max(*counts, record.sequence, record.ranks) > _MOST
         ):
-            raise DamagedCheckpointError(f"{file}: a negative count", file=file)
+            raise DamagedCheckpointError(f"{file}: a count out of range", file=file)
         return record

@@ -52,13 +52,13 @@ class CommonInfo(msgspec.Struct, frozen=True, kw_only=True):
         """
         try:
             raw = msgspec.json.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
             raise DamagedCheckpointError(f"{file}: not JSON: {error}", file=file) from None
         if not isinstance(raw, dict):
             raise DamagedCheckpointError(f"{file}: expected an object, found {type(raw).__name__}", file=file)
         step = _count(raw, "global_step", file, None)
         batch = _count(raw, "global_batch_size", file, 0)
-        consumed = _count(raw, "consumed_samples", file, step * batch)
+        consumed = _count({"consumed_samples": step * batch} | _known(raw), "consumed_samples", file, None)
         scale = raw.get("loss_scale")
         scale = 1.0 if scale is None else scale
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < 2.0**127:
@@ -75,6 +75,11 @@ class CommonInfo(msgspec.Struct, frozen=True, kw_only=True):
             consumed_samples=consumed,
             ckpt_status=UNHEALTHY if isinstance(status, int) and status != HEALTHY else HEALTHY,
         )
+
+
+def _known(raw: dict[str, Any]) -> dict[str, Any]:
+    """Without the nulls, which other programs write for what they don't know."""
+    return {key: value for key, value in raw.items() if value is not None}
 
 
 def _count(raw: dict[str, Any], key: str, file: str, default: int | None) -> int:

@@ -51,11 +51,12 @@ _TABLE = (
 BY_SAFETENSORS = {d.safetensors: d for d in _TABLE}
 BY_MINDSPORE = {d.mindspore: d for d in _TABLE}
 
-# Complex numbers are held as pairs of reals; the two rarer eight-bit floats as their bytes.
+# Complex numbers are held as pairs of reals; the rarer small floats as their bytes.
 BY_TORCH = {d.torch: Held(d.safetensors, 1, False) for d in _TABLE} | {
     "complex32": Held("F16", 2, True),
     "complex64": Held("F32", 2, True),
     "complex128": Held("F64", 2, True),
     "float8_e4m3fnuz": Held("U8", 1, True),
     "float8_e5m2fnuz": Held("U8", 1, True),
+    "float4_e2m1fn_x2": Held("U8", 1, True),
 }

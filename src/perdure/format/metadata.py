@@ -25,6 +25,7 @@ Section = Literal["model", "optimizer", "extra"]
 SECTIONS: tuple[Section, ...] = ("model", "optimizer", "extra")
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+_MOST_DIMENSIONS = 64  # torch's own limit
 _FILE_KINDS = {"model": "model", "optimizer": "opt", "extra": "extra"}
 
 
@@ -155,14 +156,15 @@ class CheckpointMetadata(msgspec.Struct, kw_only=True):
                 or (held.trailing > 1 and tensor.shape[-1:] != (held.trailing,))
             ):
                 return f"logical dtype {tensor.logical[:40]!r} cannot be held as {tensor.dtype} {list(tensor.shape)}"
-        if prod(tensor.shape) * dtype.itemsize >= 1 << 62:
+        # Zeros don't hide the rest: a shape is also strides.
+        if len(tensor.shape) > _MOST_DIMENSIONS or prod(max(n, 1) for n in tensor.shape) * dtype.itemsize >= 1 << 62:
             return f"absurd shape {list(tensor.shape)[:10]}"
         for shard in tensor.shards:
             if shard.file >= len(self.files):
                 return f"shard in file {shard.file}, but there are {len(self.files)} files"
             if kinds[shard.file] is not None and kinds[shard.file] != kind:
                 return f"shard in {self.files[shard.file].name}, which is not a {kind} file"
-            if len(shard.offset) != len(tensor.shape):
+            if not len(shard.offset) == len(shard.shape) == len(tensor.shape):
                 return f"a shard has {len(shard.offset)} dimensions, the tensor {len(tensor.shape)}"
             if shard.digest:
                 size = shard.box.numel * dtype.itemsize

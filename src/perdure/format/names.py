@@ -43,12 +43,17 @@ SHARD_KINDS = ("model", "opt", "extra")
 
 _MAX_ITERATION = 10**18
 _ITERATION = re.compile(r"iteration_(\d{8}|[1-9]\d{8,18})")
+_SEQUENCE = r"0|[1-9]\d{0,17}"
 _LEFTOVER = re.compile(
-    r"\.iteration_(?P<iteration>\d{8}|[1-9]\d{8,18})"
-    r"\.(?P<why>partial-(?P<attempt>[0-9a-f]{1,32})-(?P<seq>\d{1,18})"
-    r"|replaced-(?P<replaced>\d{1,18})|removed-(?P<removed>\d{1,18}))"
+    r"\.(?P<iteration>iteration_\d{8,19})"
+    rf"\.(?P<why>partial-(?P<attempt>[0-9a-f]{{1,32}})-(?P<seq>{_SEQUENCE})"
+    rf"|replaced-(?P<replaced>{_SEQUENCE})|removed-(?P<removed>{_SEQUENCE}))"
 )
-_SHARD = re.compile(r"(?P<prefix>.+)-(?P<kind>model|opt|extra)-(?P<rank>\d{7,})-(?P<ranks>\d{7,})\.safetensors?", re.S)
+# Ranks as we write them: a longer number has no leading zero, and none is longer than an index can be.
+_RANK = r"\d{7}|[1-9]\d{7,17}"
+_SHARD = re.compile(
+    rf"(?P<prefix>.+)-(?P<kind>model|opt|extra)-(?P<rank>{_RANK})-(?P<ranks>{_RANK})\.safetensors?", re.S
+)
 
 
 class ShardName(NamedTuple):
@@ -104,9 +109,12 @@ def parse_leftover(name: str) -> Leftover | None:
     match = _LEFTOVER.fullmatch(name)
     if match is None or not name.isascii():
         return None
+    iteration = parse_iteration_dirname(match["iteration"])
+    if iteration is None:
+        return None
     why = match["why"].partition("-")[0]
     sequence = int(match["seq"] or match["replaced"] or match["removed"])
-    return Leftover(int(match["iteration"]), why, match["attempt"] or "", sequence)
+    return Leftover(iteration, why, match["attempt"] or "", sequence)
 
 
 def shard_filename(prefix: str, kind: str, rank: int, ranks: int) -> str:
@@ -142,6 +150,6 @@ def format_tracker(iteration: int) -> str:
 def parse_tracker(data: bytes) -> int | None:
     """The iteration that the tracker's bytes name, or None when they name none."""
     text = data[:64].strip()
-    if len(data) > 64 or not re.fullmatch(rb"\d{1,18}", text):
+    if len(data) > 64 or not re.fullmatch(rb"\d{1,19}", text):
         return None
-    return int(text)
+    return int(text) if int(text) <= _MAX_ITERATION else None

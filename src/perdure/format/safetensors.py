@@ -92,7 +92,7 @@ def parse_header(data: bytes, size: int, file: str) -> Header:
     start = len(data)
     try:
         table = msgspec.json.decode(data[8:])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise DamagedCheckpointError(f"{file}: header is not JSON: {error}", file=file) from None
     if not isinstance(table, dict):
         raise DamagedCheckpointError(f"{file}: header is not an object", file=file)
@@ -118,7 +118,8 @@ def _entry(key: str, value: Any, file: str) -> Entry:
     try:
         dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
         numbers = [*shape, begin, end]
-        sound = isinstance(dtype, str) and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+        sound = isinstance(dtype, str) and isinstance(shape, list)
+        sound = sound and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
         known = sound and dtype in BY_SAFETENSORS
         if known and end - begin == prod(shape) * BY_SAFETENSORS[dtype].itemsize:
             return Entry(dtype, tuple(shape), begin, end)
