@@ -47,6 +47,7 @@ class Loaded:
     weights_only: bool
     sequence: int = 0
     lineage: str = ""
+    attempt: str = ""
     ranks: int = 1
     bytes_read: int = 0
     seconds: float = 0.0
@@ -190,6 +191,7 @@ class Restore:
             weights_only=weights_only,
             sequence=content.commit.sequence,
             lineage=content.commit.lineage,
+            attempt=content.commit.attempt,
             ranks=content.commit.ranks,
             bytes_read=count,
             notes=[*plan.notes, *self._align_masters(plan, weights_only)],

@@ -1,7 +1,7 @@
 """metrics.jsonl and ledger.jsonl: append-only, one write per line, a header line per attempt.
 
 Readers follow the chain of parents and supersede by stream position (`superseded`), so nothing is
-ever rewritten.
+ever rewritten. What a full disk refuses is kept and written when there is room again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -24,31 +25,77 @@ class History:
 
     The first line of an attempt tells torn text of the attempt before from whole lines, and is written
     only when there is something to say after it.
+
+    Args:
+        digest: keep the digest of all bytes of the file.
+        warn: is told once per outage that lines wait for room.
     """
 
-    def __init__(self, path: str, header: dict[str, Any], *, digest: bool = False) -> None:
-        self._path, self._header = path, header
+    def __init__(
+        self,
+        path: str,
+        header: dict[str, Any],
+        *,
+        digest: bool = False,
+        warn: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._path, self._header, self._warn = path, header, warn
         self._fd = -1
+        self._lines: list[bytes] = []
+        self._failing = False
+        # A background save makes the file durable while training goes on writing to it.
+        self._lock = threading.Lock()
         self._hasher = xxhash.xxh3_128() if digest else None
         self.size = 0
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends one line (non-finite numbers as null, which every reader of JSON takes)."""
-        if self._fd < 0:
-            self._open()
-        self._put(msgspec.json.encode(record) + b"\n")
+        """Appends one line (non-finite numbers as null, which every reader of JSON takes); never fails a step."""
+        with self._lock:
+            self._lines.append(msgspec.json.encode(record) + b"\n")
+            self._try_to_flush()
 
     def sync(self) -> tuple[int, str]:
-        """Makes the file durable; its length and the digest of its bytes."""
-        if self._fd < 0 or self._hasher is None:
-            return 0, ""
-        os.fsync(self._fd)
-        return self.size, "xxh3-128:" + self._hasher.hexdigest()
+        """Makes the file durable; its length and the digest of its bytes.
+
+        Raises:
+            OSError: lines are still waiting for room.
+        """
+        with self._lock:
+            self._flush()
+            if self._fd < 0 or self._hasher is None:
+                return 0, ""
+            os.fsync(self._fd)
+            return self.size, "xxh3-128:" + self._hasher.hexdigest()
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        with self._lock:
+            self._failing = False
+            self._try_to_flush()
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
+
+    def _try_to_flush(self) -> None:
+        try:
+            self._flush()
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                self._warn(f"warning: {self._path} cannot be written now, its lines wait in memory: {error.strerror}")
+            self._failing = True
+
+    def _flush(self) -> None:
+        try:
+            if self._fd < 0 and self._lines:
+                self._open()
+            while self._lines:
+                written = os.write(self._fd, self._lines[0])
+                self._count(self._lines[0][:written])
+                self._lines[0] = self._lines[0][written:]
+                if not self._lines[0]:
+                    del self._lines[0]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._path) from error
 
     def _open(self) -> None:
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -59,15 +106,13 @@ class History:
             while chunk := os.pread(self._fd, 1 << 20, at):
                 self._hasher.update(chunk)
                 at += len(chunk)
-        if last != b"\n":
-            self._put(b"\n")
-        self._put(msgspec.json.encode(self._header) + b"\n")
+        start = [msgspec.json.encode(self._header) + b"\n"]
+        self._lines[:0] = start if last == b"\n" else [b"\n", *start]
 
-    def _put(self, line: bytes) -> None:
-        os.write(self._fd, line)
-        self.size += len(line)
+    def _count(self, data: bytes) -> None:
+        self.size += len(data)
         if self._hasher is not None:
-            self._hasher.update(line)
+            self._hasher.update(data)
 
 
 def number(value: float) -> float | None:
@@ -88,12 +133,19 @@ def read_lines(path: str) -> list[dict[str, Any]]:
 
 
 def superseded(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The step lines that stand: a header says where its attempt began, and what lay beyond is superseded."""
+    """The step lines that stand, in the order of training.
+
+    A header says from which attempt's save its own attempt goes on, and at which position that save was made.
+    What other attempts did since, and that attempt beyond the position, is superseded.
+    """
     standing: list[dict[str, Any]] = []
     for line in lines:
         if "resumed" in line:
-            begin = line["consumed_samples"]
-            while standing and standing[-1]["samples"][0] >= begin:
+            parent, position = line.get("parent_attempt"), line.get("parent_samples", line["consumed_samples"])
+            while standing and (
+                standing[-1]["samples"][0] >= position
+                or (parent is not None and standing[-1].get("attempt", parent) != parent)
+            ):
                 standing.pop()
         elif "samples" in line:
             standing.append(line)

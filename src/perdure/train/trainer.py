@@ -92,7 +92,7 @@ class Trainer:
             if self.state.finished:
                 self.console.say(f"nothing to do: step {self.state.global_step} of {self.state.steps} is reached")
                 return self.state
-            self._open_histories(stack)
+            self.ranks.together(lambda: self._open_histories(stack), "opening the histories")
             self._hook("on_train_begin")
             self.console.begin(self.state.global_step)
             for batch in self.loader.take(self.state.steps - self.state.global_step):
@@ -336,16 +336,21 @@ class Trainer:
                 file.write(dump_config(self.config))
         except OSError as error:
             raise UsageError(f"output_dir: {directory} cannot be written: {error.strerror}") from error
+        loaded = self.checkpointer.loaded
+        goes_on = loaded if loaded is not None and not loaded.weights_only else None
         header = {
             "attempt": state.attempt,
             "resumed": self.checkpointer.parent or None,
+            "parent_attempt": goes_on.attempt if goes_on else "",
+            "parent_samples": goes_on.progress.consumed_samples if goes_on else 0,
             "lineage": self.checkpointer.lineage,
             "step": state.global_step,
             "consumed_samples": state.consumed_samples,
             "time": time.time(),
         }
-        self._metrics = History(os.path.join(directory, "metrics.jsonl"), header)
-        self._ledger = History(os.path.join(directory, "ledger.jsonl"), header, digest=True)
+        say = self.console.say
+        self._metrics = History(os.path.join(directory, "metrics.jsonl"), header, warn=say)
+        self._ledger = History(os.path.join(directory, "ledger.jsonl"), header, digest=True, warn=say)
         stack.callback(self._metrics.close)
         stack.callback(self._ledger.close)
 
