@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from perdure.config.faults import found
+from perdure.format.rename import parse_rules
 
 __all__ = [
     "Betas",
@@ -32,6 +33,7 @@ __all__ = [
     "Ramp",
     "Ratio",
     "RecomputeMode",
+    "RenameRules",
     "ShardDegree",
     "SkipRanges",
     "TextList",
@@ -160,6 +162,16 @@ def _skip_ranges(value: object) -> object:
     return ranges
 
 
+def _rename_rules(value: object) -> object:
+    if not isinstance(value, list | tuple):
+        raise _expected("a list of rules")
+    try:
+        parse_rules(value)
+    except ValueError as error:
+        raise _expected(f"rules that can be applied ({error})") from None
+    return list(value)
+
+
 @dataclass(frozen=True)
 class Words:
     """The name of a kind in the reference page."""
@@ -190,6 +202,7 @@ Directory = Annotated[str, BeforeValidator(_path), AfterValidator(_not_empty), W
 FilePrefix = Annotated[str, BeforeValidator(_default_prefix), AfterValidator(_prefix), Words("text")]
 TypeName = Annotated[str, AfterValidator(_type_name), Words("name or import path")]
 ByteSize = Annotated[str, AfterValidator(_byte_size), Words("size")]
+RenameRules = Annotated[list[Any], BeforeValidator(_rename_rules), Words("list")]
 SkipRanges = Annotated[list[tuple[int, int]], BeforeValidator(_skip_ranges), Words("list of [first, last)")]
 RecomputeMode = Annotated[
     Literal["None", "full", "select"], BeforeValidator(lambda value: "None" if value is None else value)

@@ -35,7 +35,6 @@ FEATURES_NOT_BUILT: dict[str, str] = {
     "eval_dataset.numa_enable": "binding workers to memory nodes",
     "checkpoint.save_trainable_only": "saving adapters alone",
     "checkpoint.base_load_path": "saving adapters alone",
-    "checkpoint.rename": "renaming on load",
     "checkpoint.staging_memory": "bounding the snapshot of an asynchronous save",
     "monitor.health_checkpoint": "thresholds for the health of a checkpoint",
     "monitor.tensorboard": "TensorBoard",

@@ -20,12 +20,15 @@ from perdure.engine.live import Live
 from perdure.engine.load import LoadPlan
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
+from perdure.engine.reader import ShardSource
+from perdure.engine.renamed import RenamedShards
 from perdure.engine.saveroot import SaveRoot
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError, UsageError
 from perdure.format.common import CommonInfo
 from perdure.format.metadata import CheckpointMetadata
 from perdure.format.mindformers import check_resumable
 from perdure.format.names import COMMON, parse_iteration_dirname
+from perdure.format.rename import parse_rules, rename
 from perdure.state.model import model_tensors, parameter_names
 
 __all__ = ["Loaded", "Restore"]
@@ -205,9 +208,11 @@ class Restore:
             )
             content = self._ranks.together(lambda: read_foreign(directory, kind), "reading the metadata")
             self._ranks.together(lambda: _check_foreign(content, path, weights_only), "looking at the checkpoint")
-            plan = self._plan(content.metadata, path, weights_only)
+            rules = parse_rules(self._config.rename)
+            renamed = self._ranks.together(lambda: rename(content.metadata, rules, path), "renaming")
+            plan = self._plan(renamed.metadata, path, weights_only)
             files = stack.enter_context(ShardFiles(directory, content.metadata, None))
-            count = self._read(plan, files, None)
+            count = self._read(plan, RenamedShards(files, renamed), None)
         return Loaded(
             path=path,
             root=source.path,
@@ -224,7 +229,7 @@ class Restore:
             lambda: self._plan_load(metadata, where, weights_only), "comparing checkpoint and model"
         )
 
-    def _read(self, plan: LoadPlan, files: ShardFiles, first: IterationContent | None) -> int:
+    def _read(self, plan: LoadPlan, files: ShardSource, first: IterationContent | None) -> int:
         """Fills everything and sets what was read; `first` is content to be checked whole before."""
         threads = max(2, self._config.reshard_worker_num)
         verify = self._config.verify_on_load != "off"
