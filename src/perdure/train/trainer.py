@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from perdure.catalog.lock import RootLock
 from perdure.config.load import dump_config, load_config, load_config_mapping
 from perdure.config.ranks import check_ranks
 from perdure.config.schema import TrainConfig
 from perdure.data.loader import StepBatch
 from perdure.engine.checkpointer import Checkpointer
 from perdure.engine.ranks import Ranks
-from perdure.errors import PerdureError, TrainingError, UsageError
+from perdure.errors import PerdureError, RootLockedError, TrainingError, UsageError
 from perdure.format.common import HEALTHY, UNHEALTHY
 from perdure.optim.scaler import LossScaler
 from perdure.parallel.apply import parallelize
@@ -332,6 +333,7 @@ class Trainer:
         directory, state = self.config.output_dir, self.state
         try:
             os.makedirs(directory, exist_ok=True)
+            self._lock_output(stack, directory)
             with open(os.path.join(directory, f"config-{state.attempt}.yaml"), "w", encoding="utf-8") as file:
                 file.write(dump_config(self.config))
         except OSError as error:
@@ -353,6 +355,19 @@ class Trainer:
         self._ledger = History(os.path.join(directory, "ledger.jsonl"), header, digest=True, warn=say)
         stack.callback(self._metrics.close)
         stack.callback(self._ledger.close)
+
+    def _lock_output(self, stack: contextlib.ExitStack, directory: str) -> None:
+        """Two runs must not write one history; a save root that is this directory itself is locked already."""
+        if self.config.checkpoint.enable_save and os.path.realpath(directory) == os.path.realpath(
+            self.checkpointer.path
+        ):
+            return
+        try:
+            stack.callback(RootLock.acquire(directory, attempt=self.state.attempt).release)
+        except RootLockedError as error:
+            raise RootLockedError(
+                error.message, hint="wait for it or stop it; or give this run another output_dir"
+            ) from None
 
     def _hook(self, name: str) -> None:
         for callback in self._callbacks:
