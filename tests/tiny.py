@@ -1,4 +1,4 @@
-"""A tiny run whose every bit can be compared: dropout, AdamW, warm-up and cosine, shuffled samples with ids and noise."""
+"""A tiny run whose every bit can be compared: dropout, AdamW, warm-up and cosine, shuffled samples with noise."""
 
 from __future__ import annotations
 
