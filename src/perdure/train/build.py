@@ -65,11 +65,17 @@ def network(config: TrainConfig, given: nn.Module | None, dataset: Any) -> nn.Mo
         raise config.faults(faults.faults) from faults
 
 
-def optimizer_and_schedule(config: TrainConfig, model: nn.Module, given: Any) -> tuple[Any, Rate]:
+def optimizer_and_schedule(config: TrainConfig, model: nn.Module, given: Any, mesh: Mesh) -> tuple[Any, Rate]:
     """The optimizer, and the learning rate at (step, consumed samples, batch size).
 
     An optimizer that was passed keeps the ratios of its groups' rates to `lr_scheduler.learning_rate`.
     """
+    if given is None and mesh.sharded is not None and config.optimizer.type == "Adafactor":
+        raise config.fault(
+            "optimizer.type",
+            "torch's Adafactor does not work on sharded parameters",
+            hint="use parallelism.data_parallel_replicate for all ranks, or another optimizer",
+        )
     try:
         schedule = build_schedule(config.lr_scheduler, config.training.steps)
         peak = config.lr_scheduler.learning_rate

@@ -116,7 +116,7 @@ class Trainer:
         seed_all(training.seed)
         self.train_dataset = build.data(config, self.train_dataset)
         self.model = parallelize(build.network(config, self.model, self.train_dataset).to(self.device), self.mesh)
-        self.optimizer, self._rate = build.optimizer_and_schedule(config, self.model, self.optimizer)
+        self.optimizer, self._rate = build.optimizer_and_schedule(config, self.model, self.optimizer, self.mesh)
         self.scaler = LossScaler.for_dtypes(*(p.dtype for p in self.model.parameters()))
         self.loader = build.loader(config, self.train_dataset, self.mesh)
         stack.callback(self.loader.close)
@@ -216,7 +216,7 @@ class Trainer:
             for change in changed_settings(loaded.training.get("settings", {}), self._settings):
                 self.console.say(f"changed since the checkpoint: {change}")
             if loaded.ranks != self.ranks.size:
-                notes.append(f"saved by {loaded.ranks} ranks")
+                notes.append(f"saved by {loaded.ranks} rank{'s' * (loaded.ranks != 1)}, loaded by {self.ranks.size}")
         self.console.say(
             f"{'started from' if loaded.weights_only else 'resumed from'} {loaded.path}: step {state.global_step}, "
             f"sample {state.consumed_samples}, epoch {state.epoch_num}"
