@@ -336,6 +336,8 @@ class Trainer:
             self._lock_output(stack, directory)
             with open(os.path.join(directory, f"config-{state.attempt}.yaml"), "w", encoding="utf-8") as file:
                 file.write(dump_config(self.config))
+        except RootLockedError:
+            raise
         except OSError as error:
             raise UsageError(f"output_dir: {directory} cannot be written: {error.strerror}") from error
         loaded = self.checkpointer.loaded
