@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from perdure.config.schema import DataloaderConfig, TrainConfig
@@ -19,7 +21,16 @@ from perdure.optim.schedules import build_schedule
 from perdure.parallel.mesh import Mesh
 from perdure.train.callbacks.base import Callback
 
-__all__ = ["callbacks", "data", "evaluation_data", "loader", "network", "optimizer_and_schedule", "settings_of"]
+__all__ = [
+    "callbacks",
+    "data",
+    "device",
+    "evaluation_data",
+    "loader",
+    "network",
+    "optimizer_and_schedule",
+    "settings_of",
+]
 
 # The reference's own callbacks; what they do is part of the Trainer here.
 _BUILT_IN = {"MonitorCallback", "LossCallback", "CheckpointCallback"}
@@ -150,3 +161,26 @@ def settings_of(config: TrainConfig, optimizer: Any) -> dict[str, Any]:
                 if plain is None or isinstance(plain, bool | int | float | str | list):
                     settings[f"optimizer group {group.get('name', number)}: {key}"] = plain
     return settings
+
+
+def device() -> torch.device:
+    """This rank's device: its CUDA device where there is one."""
+    if torch.cuda.is_available():
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    return torch.device("cpu")
+
+
+def stateful(callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """Callbacks that keep state, by class name, numbered where one class occurs twice."""
+    found: dict[str, Any] = {}
+    for callback in callbacks:
+        if callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None)):
+            name = base = f"callback.{type(callback).__name__}"
+            count = 1
+            while name in found:
+                count += 1
+                name = f"{base}.{count}"
+            found[name] = callback
+    return found

@@ -110,7 +110,7 @@ class Trainer:
         self.ranks = Ranks()
         self.console = Console(self.ranks.is_first)
         stack.callback(self.console.end)
-        self.device = _device()
+        self.device = build.device()
         self.mesh = make_mesh(check_ranks(config, self.ranks.size), self.device)
         torch.use_deterministic_algorithms(training.deterministic)
         seed_all(training.seed)
@@ -129,7 +129,7 @@ class Trainer:
                 config.checkpoint,
                 model=self.model,
                 optimizer=self.optimizer,
-                extra={**self._extra, **_stateful(self._callbacks)},
+                extra={**self._extra, **build.stateful(self._callbacks)},
                 training=self._training_record,
                 restore_settings=False,
                 ranks=self.ranks,
@@ -388,25 +388,3 @@ def _config(given: str | os.PathLike[str] | Mapping[str, Any] | TrainConfig) -> 
     if isinstance(given, TrainConfig):
         return given
     return load_config_mapping(dict(given)) if isinstance(given, Mapping) else load_config(os.fspath(given))
-
-
-def _device() -> torch.device:
-    if torch.cuda.is_available():
-        index = int(os.environ.get("LOCAL_RANK", "0"))
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
-    return torch.device("cpu")
-
-
-def _stateful(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """Callbacks that keep state, by class name, numbered where one class occurs twice."""
-    found: dict[str, Any] = {}
-    for callback in callbacks:
-        if callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None)):
-            name = base = f"callback.{type(callback).__name__}"
-            count = 1
-            while name in found:
-                count += 1
-                name = f"{base}.{count}"
-            found[name] = callback
-    return found
