@@ -93,26 +93,9 @@ def test_progress_is_shown_to_people_and_by_rank_0_only(monkeypatch: pytest.Monk
 
 
 def test_where_no_progress_is_shown_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    line = render.StatusLine()
-    line.update("step 3")
-    line.clear()
     with render.progress("reading", 10) as advance:
         advance(10)
     assert capsys.readouterr() == ("", "")
-
-
-def test_the_status_line_is_taken_away_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PERDURE_NO_PROGRESS", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-    terminal = _Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    line = render.StatusLine()
-    line.clear()
-    assert terminal.getvalue() == ""
-    line.update("step 3")
-    line.clear()
-    assert "step 3" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\x1b[2K")
 
 
 def test_an_error_is_a_sentence_and_a_hint_apart(capsys: pytest.CaptureFixture[str]) -> None:

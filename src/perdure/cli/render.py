@@ -15,7 +15,6 @@ from typing import Protocol, TextIO
 
 __all__ = [
     "Advance",
-    "StatusLine",
     "colored",
     "error",
     "human_bytes",
@@ -135,33 +134,6 @@ def progress(label: str, total: int) -> Iterator[Advance]:
             bar.advance(task, amount)
 
         yield advance
-
-
-class StatusLine:
-    """One line on stderr that is written over again and again; silent where progress is not shown."""
-
-    def __init__(self) -> None:
-        self._shown = shows_progress()
-        self._open = False
-
-    def update(self, text: str) -> None:
-        """Shows `text` in place of what stood there, cut to the width of the terminal."""
-        if not self._shown:
-            return
-        try:
-            width = os.get_terminal_size(sys.stderr.fileno()).columns
-        except OSError:
-            width = 80
-        sys.stderr.write(f"\r\x1b[2K{text[: max(1, width - 1)]}")
-        sys.stderr.flush()
-        self._open = True
-
-    def clear(self) -> None:
-        """Takes the line away, so that an ordinary line can be written."""
-        if self._open:
-            sys.stderr.write("\r\x1b[2K")
-            sys.stderr.flush()
-            self._open = False
 
 
 def human_bytes(count: int) -> str:

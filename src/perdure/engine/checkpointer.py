@@ -20,7 +20,7 @@ from perdure.engine.plan import Planner
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.engine.restore import Loaded, Restore
-from perdure.engine.save import Identity, SaveJob, entries_of
+from perdure.engine.save import SAVE_DEADLINE_S, Identity, SaveJob, entries_of
 from perdure.engine.saveroot import SaveRoot
 from perdure.engine.staging import Staging as Snapshot
 from perdure.engine.writer import WriteBuffers
@@ -276,7 +276,10 @@ class Checkpointer:
     def _run_together(self, job: SaveJob) -> CommitRecord | None:
         def work() -> CommitRecord | None:
             commit = job.run(self._write_buffers())
+            deadline = time.monotonic() + SAVE_DEADLINE_S
             while not self.ranks.is_first and self._save_root.root.storage.exists(job.staging.path):
+                if time.monotonic() > deadline:
+                    raise SaveError(f"rank 0 did not publish step {job.common.global_step} in {SAVE_DEADLINE_S:g} s")
                 time.sleep(0.002)
             return commit
 
