@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -15,7 +16,7 @@ from perdure.format.digest import BLOCK, ShardDigester, block_count, digest_byte
 def fed(data: bytes, cuts: list[int]) -> tuple[str, list[str]]:
     digester = ShardDigester()
     edges = [0, *sorted(cuts), len(data)]
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         digester.update(memoryview(data)[begin:end])
     return digester.finish()
 

@@ -166,11 +166,12 @@ def test_any_mutation_is_read_or_damage(changes: list[tuple[tuple[Any, ...], str
                 holder.append(holder[path[-1]])  # type: ignore[attr-defined]
         except (KeyError, IndexError, TypeError, AttributeError):
             continue
+    found: DamagedCheckpointError | None = None
     try:
         CheckpointMetadata.decode(json.dumps(raw).encode(), "here").check("here")
     except DamagedCheckpointError as error:
-        assert "here" in str(error)
-        assert len(str(error)) < 1000
+        found = error
+    assert found is None or ("here" in str(found) and len(str(found)) < 1000)
 
 
 @given(st.binary(max_size=40), st.integers(0, 10**6))

@@ -67,8 +67,15 @@ def test_a_header_that_nobody_could_read_is_not_written() -> None:
 
 @pytest.mark.parametrize(
     ("prefix", "size"),
-    [(b"", 0), (b"1234567", 7), (bytes(8), 100), ((1).to_bytes(8, "little"), 100), (b"\xff" * 8, 1 << 40)]
-    + [((93).to_bytes(8, "little"), 100), ((HEADER_LIMIT + 1).to_bytes(8, "little"), 1 << 40)],
+    [
+        (b"", 0),
+        (b"1234567", 7),
+        (bytes(8), 100),
+        ((1).to_bytes(8, "little"), 100),
+        (b"\xff" * 8, 1 << 40),
+        ((93).to_bytes(8, "little"), 100),
+        ((HEADER_LIMIT + 1).to_bytes(8, "little"), 1 << 40),
+    ],
 )
 def test_absurd_lengths_are_damage(prefix: bytes, size: int) -> None:
     with pytest.raises(DamagedCheckpointError, match="f"):
