@@ -1,6 +1,6 @@
 """A storage that fails or dies at the n-th operation: for tests of what a crash leaves behind.
 
-Shipped, so that users can try their own set-up: `FaultStorage(LocalStorage(), at=7, action="kill")`.
+Shipped, so that users can try their own set-up: `FaultStorage(LocalStorage(), at=7, action="kill-before")`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from types import TracebackType
 from typing import Literal
 
-from perdure.storage.base import Buffer, Directory, FileWriter, Storage
+from perdure.storage.base import Buffer, Directory, FileReader, FileWriter, Storage
 
 __all__ = ["Action", "FaultStorage"]
 
@@ -28,7 +29,7 @@ class FaultStorage(Storage):
         code: errno for `raise`.
         only: acts on, and numbers, only operations whose (name, path) it accepts.
         sticky: with `raise`, every later operation fails too, as on a full disk.
-        reads: number reading operations too.
+        reads: number reading operations too, those on open directories and files included.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class FaultStorage(Storage):
 
     def open_directory(self, path: str) -> Directory:
         self._read("open_directory", path)
-        return self.inner.open_directory(path)
+        directory = self.inner.open_directory(path)
+        return _FaultDirectory(self, directory) if self._reads else directory
 
     def read(self, path: str, limit: int) -> bytes:
         self._read("read", path)
@@ -140,3 +142,44 @@ class _FaultWriter(FileWriter):
 
     def abort(self) -> None:
         self._inner.abort()
+
+
+class _FaultDirectory(Directory):
+    def __init__(self, storage: FaultStorage, inner: Directory) -> None:
+        self._storage, self._inner, self.path = storage, inner, inner.path
+
+    def names(self) -> list[str]:
+        self._storage._read("names", self.path)
+        return self._inner.names()
+
+    def open(self, name: str) -> FileReader:
+        path = os.path.join(self.path, name)
+        self._storage._read("open", path)
+        return _FaultReader(self._storage, path, self._inner.open(name))
+
+    def read(self, name: str, limit: int) -> bytes:
+        self._storage._read("read", os.path.join(self.path, name))
+        return self._inner.read(name, limit)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __enter__(self) -> Directory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _FaultReader(FileReader):
+    def __init__(self, storage: FaultStorage, path: str, inner: FileReader) -> None:
+        self._storage, self._path, self._inner, self.size = storage, path, inner, inner.size
+
+    def pread_into(self, buffer: memoryview, offset: int) -> None:
+        self._storage._read("pread_into", self._path)
+        self._inner.pread_into(buffer, offset)
+
+    def close(self) -> None:
+        self._inner.close()

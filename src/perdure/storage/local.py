@@ -16,6 +16,8 @@ __all__ = ["LocalStorage"]
 _DIRECT_ALIGNMENT = 4096
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+# What a file system says to a call that it doesn't have.
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 _BY_HANDLE = os.open in os.supports_dir_fd
 
 
@@ -69,7 +71,8 @@ class LocalStorage(Storage):
             raise
 
     def append(self, path: str, data: Buffer, durable: bool) -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = os.open(path, flags, 0o644)
         try:
             written = os.write(fd, data)
             if written != len(data):
@@ -105,7 +108,7 @@ class LocalStorage(Storage):
             os.fsync(fd)
         except OSError as error:
             # Some network file systems have no fsync of directories; their renames are durable by themselves.
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            if error.errno not in _UNSUPPORTED:
                 raise
         finally:
             os.close(fd)
@@ -114,8 +117,9 @@ class LocalStorage(Storage):
 class _LocalWriter(FileWriter):
     def __init__(self, path: str, size: int, direct: bool, replace: bool = False) -> None:
         self._path = path
-        # O_NOFOLLOW: a link in a root must not make us write outside of it.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_TRUNC if replace else os.O_EXCL)
+        # O_NOFOLLOW: a link in a root must not make us write outside of it; O_NONBLOCK: nor a fifo make us wait.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        flags |= os.O_TRUNC if replace else os.O_EXCL
         self._fd = os.open(path, flags, 0o644)
         self._direct_fd = -1
         try:
@@ -123,7 +127,7 @@ class _LocalWriter(FileWriter):
             if direct and size >= _DIRECT_ALIGNMENT:
                 self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
-            if error.errno != errno.EINVAL or self._fd < 0:
+            if error.errno not in _UNSUPPORTED:
                 self.abort()
                 raise
 
@@ -133,7 +137,7 @@ class _LocalWriter(FileWriter):
         try:
             os.posix_fallocate(self._fd, 0, size)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            if error.errno not in _UNSUPPORTED:
                 raise
 
     def pwrite(self, data: Buffer, offset: int) -> None:
