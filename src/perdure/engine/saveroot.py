@@ -155,7 +155,10 @@ class SaveRoot:
         try:
             os.makedirs(self.root.path, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"checkpoint.save_path: {self.root.path} cannot be made: {error.strerror}") from error
+            raise UsageError(
+                f"checkpoint.save_path: {self.root.path} cannot be made: {error.strerror}",
+                hint="name a directory that can be: checkpoint.save_path (default: `checkpoint` in output_dir)",
+            ) from error
         self.lock = RootLock.acquire(self.root.path, attempt=self.attempt)
         for line in recover(self.root, self.attempt):
             self._say(line)

@@ -339,7 +339,9 @@ class Trainer:
         except RootLockedError:
             raise
         except OSError as error:
-            raise UsageError(f"output_dir: {directory} cannot be written: {error.strerror}") from error
+            raise UsageError(
+                f"output_dir: {directory} cannot be written: {error.strerror}", hint="name another output_dir"
+            ) from error
         loaded = self.checkpointer.loaded
         goes_on = loaded if loaded is not None and not loaded.weights_only else None
         header = {
