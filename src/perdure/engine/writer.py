@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from perdure.format.metadata import FileRecord
 from perdure.format.safetensors import ALIGNMENT, header_bytes, lay_out
 from perdure.storage.base import FileWriter, Storage
 
-__all__ = ["FileEntry", "WriteBuffers", "WrittenFile", "memory_of", "write_file"]
+__all__ = ["FileEntry", "WriteBuffers", "WrittenFile", "memory_of", "write_file", "write_tensors"]
 
 CHUNK = 8 << 20
 
@@ -71,7 +71,29 @@ def write_file(
         OSError: the storage refused; nothing is promised of the file then.
     """
     by_key = {entry.key: entry for entry in entries}
-    layout = lay_out((e.key, e.dtype, tuple(e.tensor.shape)) for e in entries)
+    shapes = [(e.key, e.dtype, tuple(e.tensor.shape)) for e in entries]
+    return write_tensors(storage, path, name, shapes, lambda key: by_key[key].tensor, text, buffers)
+
+
+def write_tensors(
+    storage: Storage,
+    path: str,
+    name: str,
+    shapes: Sequence[tuple[str, str, tuple[int, ...]]],
+    tensor: Callable[[str], Tensor],
+    text: dict[str, str],
+    buffers: WriteBuffers,
+) -> WrittenFile:
+    """Writes one safetensors file of tensors that are asked for one by one, each when its turn comes.
+
+    Args:
+        shapes: (key, stored dtype, shape) of each tensor.
+        tensor: gives the tensor of a key, of that dtype and shape.
+
+    Raises:
+        OSError: the storage refused; nothing is promised of the file then.
+    """
+    layout = lay_out(shapes)
     header = header_bytes(layout, text)
     size = len(header) + max((e.end for e in layout.values()), default=0)
     digests: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -82,7 +104,7 @@ def write_file(
             stream.feed(memoryview(header))
             for key in layout:
                 digester = ShardDigester()
-                stream.feed_tensor(by_key[key].tensor, digester)
+                stream.feed_tensor(tensor(key), digester)
                 digest, blocks = digester.finish()
                 digests[key] = (digest, tuple(blocks))
             stream.flush()

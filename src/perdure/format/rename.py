@@ -173,12 +173,23 @@ def rename(metadata: CheckpointMetadata, rules: Sequence[Rule], where: str) -> R
             records[name] = tensor.record
             renamed.views[section, name] = dict(zip(tensor.record.shards, tensor.views, strict=True))
     described = renamed.metadata.training.get("optimizer")
-    if isinstance(described, dict):
-        moments = [n.partition(".")[2] for n in renamed.metadata.optimizer if n.startswith("adam_m.")]
-        groups = [{"params": sorted(moments), "settings": {}}]
-        renamed.metadata.training["optimizer"] = {**described, "groups": groups}
+    if isinstance(described, dict) and rules:
+        renamed.metadata.training["optimizer"] = {**described, "groups": _groups_renamed(described, renamed)}
     renamed.metadata.check(where)
     return renamed
+
+
+def _groups_renamed(described: dict[str, Any], renamed: Renamed) -> list[dict[str, Any]]:
+    """The parameter groups with each parameter under its new names."""
+    new: dict[str, list[str]] = {}
+    for (section, name), views in renamed.views.items():
+        if section == "model":
+            for old in dict.fromkeys(view.name for view in views.values()):
+                new.setdefault(old, []).append(name)
+    return [
+        {**group, "params": [each for name in group["params"] for each in new.get(name, [])]}
+        for group in described.get("groups", [])
+    ]
 
 
 @dataclass
@@ -261,12 +272,18 @@ def _move(source: _Tensor, target: _Tensor, blocks: Sequence[tuple[int, int, int
             low, high = max(first, begin), min(last, begin + count)
             if low >= high:
                 continue
+            whole = high - low == shard.shape[0]
+            if shard.digest and not whole:
+                raise MismatchError(
+                    f"{view.name[:200]} cannot be split as it lies: its digest is of the whole",
+                    hint="export it first, and split it when that is read",
+                )
             moved = ShardRecord(
                 shard.file,
                 (to + low - begin, *shard.offset[1:]),
                 (high - low, *shard.shape[1:]),
-                shard.digest if high - low == shard.shape[0] else "",
-                shard.blocks if high - low == shard.shape[0] else (),
+                shard.digest,
+                shard.blocks,
                 shard.key or view.name,
             )
             target.record.shards.append(moved)

@@ -1,0 +1,206 @@
+"""A checkpoint on its way from one format to another: what it holds by name, each tensor read when its turn comes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perdure.catalog.choose import choose, locate
+from perdure.catalog.foreign import choose_foreign, read_foreign, recognise
+from perdure.catalog.read import ShardFiles, read_iteration
+from perdure.catalog.root import Iteration
+from perdure.engine.reader import Fill, ShardSource, read_tensors
+from perdure.engine.renamed import RenamedShards
+from perdure.errors import UsageError
+from perdure.format.box import whole
+from perdure.format.commit import CommitRecord
+from perdure.format.common import CommonInfo
+from perdure.format.dtypes import BY_SAFETENSORS
+from perdure.format.metadata import CheckpointMetadata, Section, TensorRecord
+from perdure.format.rename import READY, parse_rules, rename
+from perdure.state.shards import Piece
+from perdure.storage.base import Directory
+from perdure.storage.local import LocalStorage
+
+__all__ = ["Item", "State", "logical", "open_iteration", "placeholder", "staged"]
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor.
+
+    `dtype` is the stored dtype (safetensors' name), `logical` the torch dtype it is a view of or "", `shape` in stored
+    elements; `load` reads it, as stored elements on the CPU. Nothing keeps what `load` gives.
+    """
+
+    section: Section
+    name: str
+    dtype: str
+    logical: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...]
+    load: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * BY_SAFETENSORS[self.dtype].itemsize
+
+
+@dataclass
+class State:
+    """What a checkpoint holds; a context that closes its files.
+
+    `attempt` and `root` name the run where it is one of ours; `notes` are for the user.
+    """
+
+    where: str
+    items: list[Item]
+    training: dict[str, Any] = field(default_factory=dict)
+    common: CommonInfo = field(default_factory=CommonInfo)
+    attempt: str = ""
+    root: str = ""
+    notes: list[str] = field(default_factory=list)
+    resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def section(self, name: Section) -> list[Item]:
+        """The tensors of one section."""
+        return [item for item in self.items if item.section == name]
+
+    def __enter__(self) -> State:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.resources.close()
+
+
+def open_iteration(path: str | os.PathLike[str], rules: Sequence[Any] = (), *, family: str = "") -> State:
+    """An iteration of ours or of MindSpore Transformers (of a root: what a resume takes), or a Hugging Face directory.
+
+    Args:
+        rules: as `checkpoint.rename`.
+        family: whose names are wanted (`huggingface`): where no rules are given, a ready map is taken for names that
+            are known.
+
+    Raises:
+        CheckpointNotFoundError: nothing of the kind is there.
+        DamagedCheckpointError: it isn't what was written.
+        UsageError: a rule cannot be meant.
+    """
+    resources = contextlib.ExitStack()
+    try:
+        directory, metadata, common, commit, root = _open(os.fspath(path), resources)
+        listed = list(rules) or _usual(metadata, family)
+        try:
+            parsed = parse_rules(listed)
+        except ValueError as error:
+            raise UsageError(f"--rename: {error}") from None
+        renamed = rename(metadata, parsed, directory.path)
+        files = resources.enter_context(ShardFiles(directory, metadata, commit))
+        files.check()
+    except BaseException:
+        resources.close()
+        raise
+    source = RenamedShards(files, renamed)
+    items = [_item(source, section, name, record) for section, name, record in renamed.metadata.tensors()]
+    state = State(directory.path, items, renamed.metadata.training, common, resources=resources)
+    state.root = root
+    state.attempt = commit.attempt if commit is not None else ""
+    if listed and not rules:
+        state.notes.append(f"names changed by the ready map {listed[0]}")
+    return state
+
+
+def _open(
+    path: str, resources: contextlib.ExitStack
+) -> tuple[Directory, CheckpointMetadata, CommonInfo, CommitRecord | None, str]:
+    kind = recognise(path)
+    if kind is not None:
+        choice = choose_foreign(path, kind)
+        directory = resources.enter_context(LocalStorage().open_directory(choice.path))
+        content = read_foreign(directory, kind)
+        return directory, content.metadata, content.common or CommonInfo(), None, choice.root
+    located = locate(path)
+    found: Iteration = located.iteration or choose(located.root).iteration
+    directory = resources.enter_context(located.root.open(found))
+    own = read_iteration(directory)
+    return directory, own.metadata, own.common, own.commit, located.root.path
+
+
+def _usual(metadata: CheckpointMetadata, family: str) -> list[str]:
+    """The ready map to the names of a family, where the tensors have names that one knows."""
+    if family != "huggingface":
+        return []
+    if "embed_tokens.weight" in metadata.model:
+        return ["decoder-to-huggingface"]
+    name = "mindformers-to-huggingface"
+    assert name in READY
+    return [name] if "embedding.word_embeddings.weight" in metadata.model else []
+
+
+def _item(source: ShardSource, section: Section, name: str, record: TensorRecord) -> Item:
+    def load() -> Tensor:
+        tensor = torch.empty(record.shape, dtype=getattr(torch, BY_SAFETENSORS[record.dtype].torch))
+        read_tensors(source, [Fill(section, name, record, (Piece(whole(record.shape), tensor),))])
+        return tensor
+
+    return Item(section, name, record.dtype, record.logical, tuple(record.shape), record.aliases, load)
+
+
+def logical(item: Item, tensor: Tensor) -> Tensor:
+    """Stored elements seen as the torch dtype that they stand for."""
+    if not item.logical:
+        return tensor
+    dtype: torch.dtype = getattr(torch, item.logical)
+    return torch.view_as_complex(tensor) if dtype.is_complex else tensor.view(dtype)
+
+
+def placeholder(item: Item) -> Tensor:
+    """A tensor of the logical dtype and shape whose memory is never touched, and so never taken."""
+    shape = item.shape[:-1] if item.logical.startswith("complex") else item.shape
+    return torch.empty(shape, dtype=getattr(torch, item.logical or BY_SAFETENSORS[item.dtype].torch))
+
+
+@contextlib.contextmanager
+def staged(target: str) -> Iterator[str]:
+    """A temporary path beside `target` that takes its name when the block ends well, and is removed otherwise.
+
+    Raises:
+        UsageError: the target exists already.
+    """
+    full = os.path.abspath(target)
+    if os.path.lexists(full) and not (os.path.isdir(full) and not os.path.islink(full) and not os.listdir(full)):
+        raise UsageError(f"{target} exists already; nothing is written over", hint="name another place, or remove it")
+    if not os.path.isdir(os.path.dirname(full)):
+        raise UsageError(f"{os.path.dirname(full)} is not a directory", hint="make it first")
+    head, tail = os.path.split(full)
+    temporary = os.path.join(head, f".{tail}.partial-{os.getpid()}")
+    try:
+        yield temporary
+        os.rename(temporary, full)
+        LocalStorage().sync_directory(head)
+    except BaseException:
+        _remove(temporary)
+        raise
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        if os.path.isdir(path):
+            for name in os.listdir(path):
+                os.unlink(os.path.join(path, name))
+            os.rmdir(path)
+        elif os.path.lexists(path):
+            os.unlink(path)

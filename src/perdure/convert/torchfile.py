@@ -1,0 +1,86 @@
+"""A plain state dictionary in one file of `torch.save`: read without running code in it, written tensor by tensor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perdure.convert.named import from_dictionary
+from perdure.convert.state import State, placeholder, staged
+from perdure.engine.writer import memory_of
+from perdure.errors import CheckpointNotFoundError, UsageError
+
+__all__ = ["open_torch", "safely_loaded", "write_torch"]
+
+
+def open_torch(path: str | os.PathLike[str], *, optimizer_type: str = "AdamW") -> State:
+    """What a file of `torch.save` holds; it is mapped, so that only what is read takes memory.
+
+    Raises:
+        CheckpointNotFoundError: no such file.
+        UsageError: it can't be read without running code that lies in it, or is no file of torch.
+    """
+    name = os.fspath(path)
+    if not os.path.isfile(name):
+        raise CheckpointNotFoundError(f"{name} is not a file; expected one that torch.save wrote")
+    tree = safely_loaded(name, name)
+    if not isinstance(tree, dict):
+        raise UsageError(f"{name} holds a {type(tree).__name__}; expected a dictionary of tensors")
+    return from_dictionary(name, tree, optimizer_type=optimizer_type)
+
+
+def safely_loaded(source: Any, where: str) -> Any:
+    """What a file of `torch.save` holds, if that needs no code but torch's own.
+
+    Raises:
+        UsageError: it does, or is no such file.
+    """
+    failure: Exception | None = None
+    # Files of old versions cannot be mapped; those are read whole.
+    for mapped in (True, False) if isinstance(source, str) else (False,):
+        try:
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+        except OSError:
+            raise
+        except Exception as error:
+            failure = error
+    text = " ".join(str(failure).split())[:300]
+    raise UsageError(
+        f"{where} cannot be read without running code that lies in it, or is damaged: {text}",
+        hint="save plain tensors: torch.save(model.state_dict(), path)",
+    )
+
+
+def write_torch(state: State, target: str, *, advance: Callable[[int], None] = lambda count: None) -> None:
+    """Writes the model's plain state dictionary, as `torch.save(model.state_dict(), target)` would; tied names share.
+
+    The file is laid out with empty room for each tensor, which is then filled, so that no two are in memory at once.
+
+    Raises:
+        UsageError: the target is there already.
+    """
+    items = state.section("model")
+    tensors: dict[str, Tensor] = {}
+    for item in items:
+        tensors[item.name] = placeholder(item)
+        tensors.update(dict.fromkeys(item.aliases, tensors[item.name]))
+    with staged(target) as path:
+        with torch.serialization.skip_data():
+            torch.save(tensors, path)
+        reader: Any = torch._C.PyTorchFileReader(path)
+        # torch numbers storages in the order in which it meets them; a tied one is met once.
+        records = [f"data/{number}" for number in range(len(items))]
+        places = [reader.get_record_offset(record) for record in records]
+        del reader
+        with open(path, "r+b") as file:
+            for item, place in zip(items, places, strict=True):
+                tensor = item.load().contiguous()
+                file.seek(place)
+                file.write(memory_of(tensor))
+                advance(item.nbytes)
+            file.flush()
+            os.fsync(file.fileno())
