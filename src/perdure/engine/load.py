@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from perdure.engine.reader import Fill, ShardSource, read_tensors
 from perdure.errors import DamagedCheckpointError, MismatchError
-from perdure.format.dtypes import BY_SAFETENSORS
 from perdure.format.metadata import CheckpointMetadata, Section, TensorRecord
 from perdure.state.optimizer import OptimizerRestore, OptimizerView, prepare_optimizer
-from perdure.state.shards import NamedTensor, Piece, describe
+from perdure.state.shards import NamedTensor, Piece, blank, describe
 from perdure.state.stateful import rebuild
 
 __all__ = ["LoadPlan", "few", "match_model"]
@@ -111,9 +109,7 @@ class LoadPlan:
             record = metadata.extra.get(reference)
             if record is None:
                 raise DamagedCheckpointError(f"{self.where}: extra: {reference}: named by `{name}`, but not there")
-            shape = record.shape[:-1] if record.logical.startswith("complex") else record.shape
-            dtype = getattr(torch, record.logical or BY_SAFETENSORS[record.dtype].torch)
-            tensors[reference] = torch.empty(shape, dtype=dtype)
+            tensors[reference] = blank(record)
         self._add("extra", [describe("extra", key, t) for key, t in tensors.items()], metadata.extra)
         return lambda: rebuild(tree, lambda reference: tensors[reference], name)
 

@@ -6,10 +6,12 @@ another dtype, strides, a device) goes through a slab of whole digest blocks and
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Protocol
 
@@ -27,7 +29,7 @@ from perdure.storage.base import FileReader
 
 __all__ = ["Fill", "ShardSource", "read_tensors"]
 
-SLAB = 2 * BLOCK
+SLAB = BLOCK
 
 
 class ShardSource(Protocol):
@@ -122,14 +124,14 @@ class _Worker:
         stored = getattr(torch, BY_SAFETENSORS[task.fill.record.dtype].torch)
         straight = next((p for p in pieces if p.box == task.shard.box and _in_place(p.tensor, stored)), None)
         if straight is not None:
-            self._read_checked(task, 0, memory_of(straight.tensor))
+            self.read_checked(task, 0, memory_of(straight.tensor))
             for piece in pieces:
                 if piece is not straight:
                     _copy_overlap(straight.tensor, task.shard.box, piece)
         else:
             self._through_slabs(task, pieces, stored)
 
-    def _read_checked(self, task: _Task, start: int, memory: memoryview) -> None:
+    def read_checked(self, task: _Task, start: int, memory: memoryview) -> None:
         """Reads shard bytes from `start` (a block boundary) into `memory`, which ends at a block's end."""
         blocks = task.shard.blocks or (task.shard.digest,)
         for at in range(0, len(memory), BLOCK):
@@ -138,50 +140,87 @@ class _Worker:
                 task.reader.pread_into(piece, task.offset + start + at)
             except EOFError as error:
                 raise self._damage(task, str(error)) from None
-            expected = blocks[(start + at) // BLOCK]
+            # A checkpoint made by others has no digests.
+            number = (start + at) // BLOCK
+            expected = blocks[number] if number < len(blocks) else ""
             if self._verify and expected and digest_bytes(piece) != expected:
-                raise self._damage(task, f"block {(start + at) // BLOCK} is not what was written ({expected} expected)")
+                raise self._damage(task, f"block {number} is not what was written ({expected} expected)")
             with self._lock:
                 self.bytes_read += len(piece)
             if self._progress is not None:
                 self._progress(len(piece))
 
     def _through_slabs(self, task: _Task, pieces: list[Piece], stored: torch.dtype) -> None:
-        """Reads the rows that any piece needs, a slab of whole rows at a time, and copies from there."""
+        """Reads what any piece needs of a shard, a slab at a time, and copies from there."""
         box, itemsize = task.shard.box, BY_SAFETENSORS[task.fill.record.dtype].itemsize
-        total = box.numel * itemsize
-        rows = box.shape[0] if box.shape else 1
-        row_bytes = max(total // max(rows, 1), 1)
-        step = max(1, SLAB // row_bytes)
         overlaps = [o for p in pieces if (o := intersect(box, p.box)) is not None]
-        first = min((o.offset[0] - box.offset[0] for o in overlaps), default=0) if box.shape else 0
-        last = max((o.offset[0] + o.shape[0] - box.offset[0] for o in overlaps), default=0) if box.shape else 1
-        for row in range(first, last, step):
-            end = min(row + step, last)
-            begin_byte = row * row_bytes // BLOCK * BLOCK
-            end_byte = min(-(-(end * row_bytes) // BLOCK) * BLOCK, total)
-            buffer = self._slab(end_byte - begin_byte)
-            self._read_checked(task, begin_byte, memory_of(buffer))
-            inside = buffer[row * row_bytes - begin_byte :][: (end - row) * row_bytes]
-            if box.shape:
-                part = Box((box.offset[0] + row, *box.offset[1:]), (end - row, *box.shape[1:]))
-            else:
-                part = box
-            values = _as_dtype(inside, stored).reshape(part.shape)
+        window = _Window(self, task, box.numel * itemsize)
+        for part, first in _slabs(box, overlaps, SLAB // itemsize):
+            data = window.at(first * itemsize, part.numel * itemsize)
+            values = _as_dtype(data, stored).reshape(part.shape)
             for piece in pieces:
                 _copy_overlap(values, part, piece)
 
-    def _slab(self, size: int) -> Tensor:
-        """This thread's buffer, grown when needed and used again."""
+    def slab(self, size: int) -> Tensor:
+        """This thread's buffer of at least `size` bytes, used again; what it held is kept when it grows."""
         buffer: Tensor | None = getattr(self._local, "buffer", None)
         if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(max(size, min(size * 2, SLAB + BLOCK)), dtype=torch.uint8)
-            self._local.buffer = buffer
-        return buffer[:size]
+            grown = torch.empty(max(size, min(size * 2, SLAB + BLOCK)), dtype=torch.uint8)
+            if buffer is not None:
+                grown[: buffer.numel()] = buffer
+            self._local.buffer = buffer = grown
+        return buffer
 
     def _damage(self, task: _Task, what: str) -> DamagedCheckpointError:
         file, name = self._source.file_name(task.shard), task.fill.name
         return DamagedCheckpointError(f"{file}: {name[:300]}: {what}", file=file, tensor=name)
+
+
+class _Window:
+    """The whole digest blocks of a shard that are at hand, moved forward over it; no block is read twice."""
+
+    def __init__(self, worker: _Worker, task: _Task, total: int) -> None:
+        self._worker, self._task, self._total = worker, task, total
+        self._begin = self._end = 0
+
+    def at(self, start: int, size: int) -> Tensor:
+        """Shard bytes [start, start + size) as a view that holds until the next call; `start` never goes back."""
+        begin = start // BLOCK * BLOCK
+        end = min(-(-(start + size) // BLOCK) * BLOCK, self._total)
+        buffer = self._worker.slab(end - begin)
+        kept = max(self._end - begin, 0)
+        if kept and begin != self._begin:
+            ctypes.memmove(buffer.data_ptr(), buffer.data_ptr() + begin - self._begin, kept)
+        if begin + kept < end:
+            self._worker.read_checked(self._task, begin + kept, memory_of(buffer[kept : end - begin]))
+        self._begin, self._end = begin, max(end, self._end)
+        return buffer[start - begin :][:size]
+
+
+def _slabs(box: Box, overlaps: list[Box], most: int) -> Iterator[tuple[Box, int]]:
+    """Parts of `box` of at most `most` elements that together hold the `overlaps`, as (box, first element), ascending.
+
+    A part is a run of rows along one dimension, whole in those after it and one element wide in those before.
+    """
+    if not overlaps:
+        return
+    shape = box.shape
+    if not shape:
+        yield box, 0
+        return
+    dim = next(d for d in range(len(shape)) if prod(shape[d + 1 :]) <= most)
+    row = prod(shape[dim + 1 :])
+    lows = [min(o.offset[d] for o in overlaps) - box.offset[d] for d in range(dim + 1)]
+    highs = [max(o.offset[d] + o.shape[d] for o in overlaps) - box.offset[d] for d in range(dim + 1)]
+    step = max(1, most // row)
+    for outer in product(*(range(lo, hi) for lo, hi in zip(lows[:dim], highs[:dim], strict=True))):
+        above = 0
+        for index, size in zip(outer, shape[:dim], strict=True):
+            above = above * size + index
+        for first in range(lows[dim], highs[dim], step):
+            rows = min(step, highs[dim] - first)
+            offset = (*(o + i for o, i in zip(box.offset, (*outer, first), strict=False)), *box.offset[dim + 1 :])
+            yield Box(offset, (*[1] * dim, rows, *shape[dim + 1 :])), (above * shape[dim] + first) * row
 
 
 def _in_place(tensor: Tensor, stored: torch.dtype) -> bool:

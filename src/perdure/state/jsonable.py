@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import math
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -20,7 +22,15 @@ from perdure.state.shards import dtype_name
 __all__ = ["from_json", "to_json"]
 
 _DEPTH = 100
+# In the JSON a level may be three: a tagged object, its list, a pair in it.
+_JSON_DEPTH = 3 * _DEPTH + 10
 _PLAIN = 1 << 53
+# What numpy and torch both know, in this machine's byte order.
+_ARRAYS = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+_FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
 
 
 def to_json(value: Any, where: str, tensor: Callable[[Tensor, str], Any], depth: int = 0) -> Any:
@@ -36,7 +46,7 @@ def to_json(value: Any, where: str, tensor: Callable[[Tensor, str], Any], depth:
     if type(value) is str:
         return _text(value, where)
     if type(value) is int:
-        return value if abs(value) < _PLAIN else {"$int": str(value)}
+        return value if abs(value) < _PLAIN else {"$int": hex(value)}
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if isinstance(value, Tensor):
@@ -59,7 +69,12 @@ def to_json(value: Any, where: str, tensor: Callable[[Tensor, str], Any], depth:
         return {"$size": list(value)}
     if isinstance(value, torch.device):
         return {"$device": str(value)}
-    return _numpy_to_json(value, where, tensor, depth)
+    if type(value) is numpy.ndarray and value.dtype.name in _ARRAYS and value.dtype.isnative:
+        held = torch.from_numpy(value.copy())
+        return {"$array": [to_json(held, where, tensor, depth + 1), list(value.shape)]}
+    if isinstance(value, numpy.generic) and value.dtype.name in _ARRAYS:
+        return {"$scalar": [value.dtype.name, to_json(value.item(), where, tensor, depth + 1)]}
+    raise _refusal(value, where)
 
 
 def _text(value: str, where: str) -> str:
@@ -71,7 +86,16 @@ def _text(value: str, where: str) -> str:
 
 
 def _dict_to_json(value: dict[Any, Any], where: str, tensor: Callable[[Tensor, str], Any], depth: int) -> Any:
-    if type(value).__name__ not in ("dict", "OrderedDict", "defaultdict", "Counter"):
+    if type(value) is OrderedDict:
+        return {"$ordered": _dict_to_json(dict(value), where, tensor, depth + 1)}
+    if type(value) is Counter:
+        return {"$counter": _dict_to_json(dict(value), where, tensor, depth + 1)}
+    if type(value) is defaultdict:
+        made = value.default_factory
+        name = None if made is None else next((n for n, kind in _FACTORIES.items() if kind is made), "")
+        if name != "":
+            return {"$default": [name, _dict_to_json(dict(value), where, tensor, depth + 1)]}
+    if type(value) is not dict:
         raise _refusal(value, where)
     plain = all(type(k) is str and not k.startswith("$") for k in value)
     if plain:
@@ -80,14 +104,6 @@ def _dict_to_json(value: dict[Any, Any], where: str, tensor: Callable[[Tensor, s
         [to_json(k, where, tensor, depth + 1), to_json(v, f"{where}.{k}", tensor, depth + 1)] for k, v in value.items()
     ]
     return {"$dict": pairs}
-
-
-def _numpy_to_json(value: Any, where: str, tensor: Callable[[Tensor, str], Any], depth: int) -> Any:
-    if type(value).__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
-        held = torch.from_numpy(value.copy() if value.shape else value.reshape(1).copy())
-        key = "$array" if type(value).__name__ == "ndarray" else "$scalar"
-        return {key: [to_json(held, where, tensor, depth + 1), list(value.shape)]}
-    raise _refusal(value, where)
 
 
 def _refusal(value: Any, where: str) -> UnsupportedStateError:
@@ -104,7 +120,7 @@ def from_json(value: Any, tensor: Callable[[Any], Tensor], where: str = "state",
     Raises:
         DamagedCheckpointError: the JSON is not what `to_json` writes.
     """
-    if depth > 2 * _DEPTH:
+    if depth > _JSON_DEPTH:
         raise DamagedCheckpointError(f"{where}: nested too deep")
     if isinstance(value, list):
         return [from_json(v, tensor, where, depth + 1) for v in value]
@@ -115,7 +131,7 @@ def from_json(value: Any, tensor: Callable[[Any], Tensor], where: str = "state",
         if key.startswith("$"):
             try:
                 return _tagged(key, inner, tensor, where, depth)
-            except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
+            except (TypeError, ValueError, AttributeError, RuntimeError, LookupError, ArithmeticError) as error:
                 if isinstance(error, DamagedCheckpointError):
                     raise
                 raise DamagedCheckpointError(f"{where}: a malformed {key[:20]}: {error}") from None
@@ -126,12 +142,12 @@ def _tagged(key: str, inner: Any, tensor: Callable[[Any], Tensor], where: str, d
     def items() -> list[Any]:
         return [from_json(v, tensor, where, depth + 1) for v in inner]
 
-    if key in ("$array", "$scalar"):
-        array = tensor(inner[0]["$tensor"]).numpy().reshape(inner[1])
-        return array if key == "$array" else array[()]
+    def inside(value: Any) -> Any:
+        return from_json(value, tensor, where, depth + 1)
+
     readers: dict[str, Callable[[], Any]] = {
         "$tensor": lambda: tensor(inner),
-        "$int": lambda: int(inner),
+        "$int": lambda: int(inner, 0),
         "$float": lambda: float(inner),
         "$tuple": lambda: tuple(items()),
         "$bytes": lambda: base64.b64decode(inner, validate=True),
@@ -142,10 +158,21 @@ def _tagged(key: str, inner: Any, tensor: Callable[[Any], Tensor], where: str, d
         "$size": lambda: torch.Size(inner),
         "$device": lambda: torch.device(inner),
         "$dict": lambda: dict(items()),
+        "$ordered": lambda: OrderedDict(inside(inner)),
+        "$counter": lambda: Counter(inside(inner)),
+        "$default": lambda: defaultdict(None if inner[0] is None else _FACTORIES[inner[0]], inside(inner[1])),
+        "$array": lambda: inside(inner[0]).numpy().reshape(inner[1]),
+        "$scalar": lambda: _scalar(inner[0], inside(inner[1])),
     }
     if key not in readers:
         raise DamagedCheckpointError(f"{where}: unknown kind of value {key[:20]!r}")
     return readers[key]()
+
+
+def _scalar(name: str, value: Any) -> Any:
+    if name not in _ARRAYS:
+        raise ValueError(f"no kind of number {name[:40]!r}")
+    return numpy.dtype(name).type(value)
 
 
 def _dtype(name: str) -> torch.dtype:

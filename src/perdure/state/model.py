@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from perdure.state.shards import NamedTensor, describe
+from perdure.errors import UnsupportedStateError
+from perdure.state.shards import NamedTensor, describe, is_plain
 
 __all__ = ["extra_states", "model_tensors", "named_modules", "parameter_names"]
 
@@ -29,13 +30,23 @@ def _unwrap(module: nn.Module) -> nn.Module:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every occurrence of every module (a shared one under each of its names), wrappers looked through."""
-    stack = [("", _unwrap(model))]
+    """Every occurrence of every module (a shared one under each of its names), wrappers looked through.
+
+    Raises:
+        UnsupportedStateError: a module contains itself, so that its tensors have no end of names.
+    """
+    stack: list[tuple[str, nn.Module, tuple[int, ...]]] = [("", _unwrap(model), ())]
     while stack:
-        prefix, module = stack.pop()
+        prefix, module, above = stack.pop()
+        if id(module) in above:
+            raise UnsupportedStateError(
+                f"model: {prefix[:-1][:300]!r} contains itself",
+                hint="keep the reference to a parent module out of the modules: in a list, or by weakref",
+            )
         yield prefix, module
+        above = (*above, id(module))
         children = [
-            (prefix + name + ".", _unwrap(child)) for name, child in module._modules.items() if child is not None
+            (prefix + name + ".", _unwrap(child), above) for name, child in module._modules.items() if child is not None
         ]
         stack.extend(reversed(children))
 
@@ -53,7 +64,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
     """Equal for two names of the same memory seen in the same way."""
-    if hasattr(tensor, "placements") or tensor.numel() == 0:
+    if not is_plain(tensor) or tensor.numel() == 0:
         return (id(tensor),)
     place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
     return place if tensor.data_ptr() else (id(tensor),)

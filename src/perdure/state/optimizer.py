@@ -78,8 +78,9 @@ def collect_optimizer(view: OptimizerView) -> tuple[dict[str, Any], list[NamedTe
     parameters = view.parameters()
     _refuse_shared_state(view.optimizer)
     for name, parameter in parameters:
-        # Not `get`: some states make an entry when they are asked for one.
-        state = view.optimizer.state[parameter] if parameter in view.optimizer.state else {}
+        # Asked first: some states make an entry when they are asked for one, by `get` too.
+        known = parameter in view.optimizer.state
+        state = view.optimizer.state[parameter] if known else {}
         adam = "exp_avg" in state
         for key, value in state.items():
             if type(key) is not str:
@@ -199,7 +200,7 @@ def prepare_optimizer(
         restore_settings: set parameter-group settings as saved (the Trainer's configuration wins over them).
 
     Raises:
-        MismatchError: another type of optimizer, or state of another shape.
+        MismatchError: another type of optimizer, or a master of another shape.
     """
     saved_type = described.get("type", view.type)
     if saved_type != view.type:
@@ -243,12 +244,11 @@ def prepare_optimizer(
     claimed.update(target.name for target in restore.targets)
     unused = sorted(set(records) - claimed - set(described.get("set_aside", ())))
     if unused:
-        restore.notes.append(
-            f"{len(unused)} optimizer tensors of the checkpoint have no parameter here: {few(unused)}"
-        )
+        restore.notes.append(f"{len(unused)} optimizer tensors of the checkpoint have no parameter here: {few(unused)}")
     if restore.fresh:
         restore.notes.append(f"{len(restore.fresh)} parameters start with fresh optimizer state: {few(restore.fresh)}")
-    settings = group_settings(view.optimizer.param_groups, view.names, groups, restore.notes) if restore_settings else []
+    live_groups = view.optimizer.param_groups if restore_settings else []
+    settings = group_settings(live_groups, view.names, groups, restore.notes)
 
     def install() -> None:
         for finish in finishers:

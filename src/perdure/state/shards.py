@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from perdure.errors import UnsupportedStateError
 from perdure.format.box import Box, whole
-from perdure.format.dtypes import BY_TORCH
-from perdure.format.metadata import Section
+from perdure.format.dtypes import BY_SAFETENSORS, BY_TORCH
+from perdure.format.metadata import Section, TensorRecord
 
-__all__ = ["NamedTensor", "Piece", "describe", "dtype_name", "held", "local_pieces"]
+__all__ = ["NamedTensor", "Piece", "blank", "describe", "dtype_name", "held", "is_plain", "local_pieces"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def blank(record: TensorRecord, device: torch.device | str = "cpu") -> Tensor:
+    """Zeros with the shape and dtype of a stored tensor, to be filled."""
+    how = BY_TORCH[record.logical] if record.logical else None
+    shape = record.shape[:-1] if how is not None and how.trailing == 2 else record.shape
+    dtype: torch.dtype = getattr(torch, record.logical or BY_SAFETENSORS[record.dtype].torch)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
 def held(tensor: Tensor) -> Tensor:
     """The tensor as elements of its stored dtype, sharing memory wherever that is possible."""
     plain = tensor.detach()
@@ -74,9 +83,23 @@ def describe(section: Section, name: str, tensor: Tensor, aliases: tuple[str, ..
     return NamedTensor(section, name, how.stored, logical, shape + tail, stored, aliases)
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is one run of strided memory of its own: not sharded, lazy, sparse, nested or a subclass's."""
+    return (
+        not is_lazy(tensor)
+        and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
+
+
 def _refuse(section: Section, name: str, tensor: Tensor) -> None:
     why = None
-    if tensor.layout is not torch.strided:
+    if is_lazy(tensor):
+        why = "it is not initialised yet (a lazy module that has seen no input)"
+    elif tensor.is_nested:
+        why = "it is a nested tensor"
+    elif tensor.layout is not torch.strided:
         why = f"its layout is {layout_name(tensor)}"
     elif tensor.is_quantized:
         why = "it is quantized"
@@ -84,7 +107,14 @@ def _refuse(section: Section, name: str, tensor: Tensor) -> None:
         why = "it is on the meta device, without values"
     elif dtype_name(tensor.dtype) not in BY_TORCH:
         why = f"its dtype is {dtype_name(tensor.dtype)}, which safetensors cannot hold"
-    elif not _encodable(name):
+    elif hasattr(tensor, "placements"):
+        if any(placement.is_partial() for placement in tensor.placements):
+            why = "it has a pending reduction (Partial placement)"
+    elif not is_plain(tensor):
+        why = f"it is of the tensor class {type(tensor).__qualname__}, which keeps its values in its own way"
+    elif section != "extra" and (tensor.is_conj() or tensor.is_neg()):
+        why = "it is a lazily conjugated or negated view, which cannot be filled in place"
+    if why is None and not _encodable(name):
         why = "its name is not valid Unicode"
     if why is not None:
         raise UnsupportedStateError(
@@ -131,8 +161,6 @@ def _dtensor_pieces(tensor: Any) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
         placement = tensor.placements[axis]
         if placement.is_replicate():
             continue
-        if placement.is_partial():
-            raise UnsupportedStateError("a tensor with a pending reduction (Partial placement) cannot be saved")
         dim, count, index = placement.dim, tensor.device_mesh.size(axis), coordinate[axis]
         chunk = -(-size[dim] // count)
         begin = min(index * chunk, size[dim])

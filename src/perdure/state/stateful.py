@@ -36,6 +36,14 @@ def check_registered(objects: Mapping[str, Any]) -> None:
     for name, value in objects.items():
         if not name or "@" in name:
             raise UnsupportedStateError(f"extra: {name!r} cannot be a registered name: a non-empty text without '@'")
+        # Tensors are called `<name>.<path>`: two objects must not meet in one name, nor an object the model's modules.
+        above = next((other for other in ("model", *objects) if name.startswith(f"{other}.")), None)
+        if above is not None or name == "model":
+            raise UnsupportedStateError(
+                f"extra: {name!r} cannot be a registered name: "
+                + ("it begins like the model's own state" if above in (None, "model") else f"it begins like {above!r}"),
+                hint="give it a name without a dot",
+            )
         if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
             raise UnsupportedStateError(
                 f"extra: {name!r} of type {type(value).__qualname__} has no state_dict() and load_state_dict()",

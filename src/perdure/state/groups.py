@@ -1,0 +1,87 @@
+"""Parameter-group settings: as JSON of their kinds, and back onto live groups by the names of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perdure.errors import UnsupportedStateError
+from perdure.state.jsonable import from_json, to_json
+from perdure.state.shards import dtype_name
+
+__all__ = ["few", "group_settings", "setting_tensor"]
+
+_MOST_ELEMENTS = 64
+
+
+def setting_tensor(value: Tensor, where: str) -> Any:
+    """A tensor among the settings (a learning rate, say), held inline with its dtype and shape.
+
+    Raises:
+        UnsupportedStateError: it is sharded, or too large to be a setting.
+    """
+    if value.numel() > _MOST_ELEMENTS or hasattr(value, "placements"):
+        raise UnsupportedStateError(f"{where}: a tensor of {value.numel()} elements is not a setting")
+    listed = value.detach().cpu().flatten().tolist()
+    inline = {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "values": listed}
+    return {"$tensor": to_json(inline, where, setting_tensor)}
+
+
+def _read_tensor(inline: Any) -> Tensor:
+    read = from_json(inline, _read_tensor, "optimizer: a setting")
+    return torch.tensor(read["values"], dtype=getattr(torch, read["dtype"])).reshape(read["shape"])
+
+
+def group_settings(
+    live: Sequence[dict[str, Any]], names: Mapping[int, str], groups: Sequence[Mapping[str, Any]], notes: list[str]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """For each live group, the settings that the checkpoint has for its parameters, matched by name.
+
+    Args:
+        live: the optimizer's groups.
+        names: `id(parameter)` -> name.
+        groups: the saved ones: `params` (names) and `settings`.
+        notes: receives a line for every set of parameters that changed its company.
+    """
+    home = {name: number for number, group in enumerate(groups) for name in group["params"]}
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    heirs: dict[int, list[list[str]]] = {}
+    for number, group in enumerate(live):
+        here = [names[id(p)] for p in group["params"]]
+        origins = [home[name] for name in here if name in home]
+        sources = sorted(set(origins))
+        if len(sources) == 1:
+            saved = groups[sources[0]]["settings"]
+            read = {k: from_json(v, _read_tensor, f"optimizer: group {number}: {k}") for k, v in saved.items()}
+            found.append((group, {k: _placed(v, group.get(k)) for k, v in read.items()}))
+            heirs.setdefault(sources[0], []).append(here)
+        elif sources:
+            main = number if number in sources else max(sources, key=origins.count)
+            moved = [name for name in here if home.get(name, main) != main]
+            notes.append(
+                f"group {number} mixes parameters of {len(sources)} saved groups and keeps its own settings; "
+                f"moved here: {few(moved)}"
+            )
+    for number, parts in heirs.items():
+        if len(parts) > 1:
+            moved = [name for part in sorted(parts, key=len)[:-1] for name in part]
+            notes.append(f"the settings of saved group {number} now hold for {len(parts)} groups; moved: {few(moved)}")
+    return found
+
+
+def _placed(value: Any, live: Any) -> Any:
+    """A setting's tensors on the device of those that it replaces."""
+    if isinstance(value, Tensor) and isinstance(live, Tensor):
+        return value.to(live.device)
+    if type(value) in (list, tuple) and type(live) is type(value) and len(live) == len(value):
+        return type(value)(_placed(v, old) for v, old in zip(value, live, strict=True))
+    return value
+
+
+def few(names: list[str], most: int = 3) -> str:
+    """The first names, and how many more."""
+    shown = ", ".join(n if len(n) <= 80 else n[:77] + "..." for n in names[:most])
+    return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"
