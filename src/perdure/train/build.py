@@ -151,7 +151,13 @@ def settings_of(config: TrainConfig, optimizer: Any) -> dict[str, Any]:
         "training.local_batch_size": training.local_batch_size,
         "training.max_norm": training.max_norm,
         "training.deterministic": training.deterministic,
+        "training.use_skip_step_on_nan": training.use_skip_step_on_nan,
+        "training.rampup_batch_size": training.rampup_batch_size and list(training.rampup_batch_size),
+        "training.skip_ranges": [list(pair) for pair in training.skip_ranges],
     }
+    for key, value in config.model.extras().items():
+        if value is None or isinstance(value, bool | int | float | str):
+            settings[f"model.{key}"] = value
     for key, value in {**config.lr_scheduler.model_dump(), **config.lr_scheduler.extras()}.items():
         settings[f"lr_scheduler.{key}"] = value
     for number, group in enumerate(optimizer.param_groups):

@@ -21,6 +21,8 @@ class Wish:
     global_batch_size: int
     steps: int
     seed: int
+    shuffle: bool = False
+    local_batch_size: int = 1
     rampup: bool = False
     ignore_data_skip: bool = False
     data_skip_steps: int = 0
@@ -67,8 +69,12 @@ def resume_point(saved: Progress, training: Mapping[str, Any], wish: Wish, datas
             hint=f"set training.seed={seed}, or start anew from the weights: checkpoint.no_load_optim=True",
         )
     fresh_wishes = {k: v for k, v in wish.one_shot.items() if training.get("applied", {}).get(k) != v}
-    _check_data(training, dataset, saved.consumed_samples, fresh_wishes)
+    if not fresh_wishes:
+        _check_data(training, dataset, saved.consumed_samples, wish.shuffle)
     _scale(point, saved, wish)
+    local = training.get("settings", {}).get("training.local_batch_size", wish.local_batch_size)
+    if local != wish.local_batch_size:
+        point.notes.append("the same samples, but other random draws in the model (local_batch_size has changed)")
     if "ignore_data_skip" in fresh_wishes:
         point.consumed_samples = 0
         point.notes.append("data start afresh (ignore_data_skip)")
@@ -78,13 +84,12 @@ def resume_point(saved: Progress, training: Mapping[str, Any], wish: Wish, datas
     return point
 
 
-def _check_data(
-    training: Mapping[str, Any], dataset: Mapping[str, Any], consumed: int, fresh_wishes: Mapping[str, Any]
-) -> None:
+def _check_data(training: Mapping[str, Any], dataset: Mapping[str, Any], consumed: int, shuffle: bool) -> None:
     saved = training.get("datasets", {}).get("train")
-    if saved is None or fresh_wishes:
-        return
-    found = differences(saved, dataset, consumed_samples=consumed)
+    found = [] if saved is None else differences(saved, dataset, consumed_samples=consumed)
+    # Another order of the same samples repeats some and leaves out others.
+    if training.get("shuffle", shuffle) != shuffle:
+        found.append(f"shuffle: {training['shuffle']} -> {shuffle}")
     if found:
         raise DataError(
             "the training data are not those that the checkpoint was trained on:\n  " + "\n  ".join(found),

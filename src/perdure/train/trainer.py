@@ -181,6 +181,8 @@ class Trainer:
             global_batch_size=training.global_batch_size,
             steps=training.steps,
             seed=training.seed,
+            shuffle=self.config.train_dataset.dataloader.shuffle,
+            local_batch_size=training.local_batch_size,
             rampup=training.rampup_batch_size is not None,
             ignore_data_skip=training.ignore_data_skip,
             data_skip_steps=training.data_skip_steps,
@@ -229,6 +231,7 @@ class Trainer:
         return {
             "seed": self.config.training.seed,
             "datasets": {"train": self.loader.identity()},
+            "shuffle": self.config.train_dataset.dataloader.shuffle,
             "settings": self._settings,
             "applied": self._wish().one_shot,
             "loss_scale_good_steps": self.scaler.good_steps,
