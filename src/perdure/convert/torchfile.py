@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,10 +30,37 @@ def open_torch(path: str | os.PathLike[str], *, optimizer_type: str = "AdamW") -
     name = os.fspath(path)
     if not os.path.isfile(name):
         raise CheckpointNotFoundError(f"{name} is not a file; expected one that torch.save wrote")
-    tree = safely_loaded(name, name)
+    tree, mapped = _loaded(name)
     if not isinstance(tree, dict):
         raise UsageError(f"{name} holds a {type(tree).__name__}; expected a dictionary of tensors")
-    return from_dictionary(name, tree, optimizer_type=optimizer_type)
+    return from_dictionary(name, tree, load=_taken if mapped else _as_it_is, optimizer_type=optimizer_type)
+
+
+def _taken(tensor: Tensor) -> Tensor:
+    """A copy of a mapped tensor; its pages are let go, so that a whole file never stays in memory."""
+    copy = tensor.clone()
+    storage = tensor.untyped_storage()
+    page = mmap.PAGESIZE
+    begin = -(-storage.data_ptr() // page) * page
+    size = (storage.data_ptr() + storage.nbytes()) // page * page - begin
+    if size > 0 and sys.platform == "linux":
+        # Private pages that nobody wrote to: the kernel reads them again from the file if they are asked for.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+    return copy
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _loaded(path: str) -> tuple[Any, bool]:
+    """What a file holds, and whether it is mapped; files of old versions cannot be, and are read whole."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True), True
+    except OSError:
+        raise
+    except Exception:
+        return safely_loaded(path, path), False
 
 
 def safely_loaded(source: Any, where: str) -> Any:
@@ -39,16 +69,12 @@ def safely_loaded(source: Any, where: str) -> Any:
     Raises:
         UsageError: it does, or is no such file.
     """
-    failure: Exception | None = None
-    # Files of old versions cannot be mapped; those are read whole.
-    for mapped in (True, False) if isinstance(source, str) else (False,):
-        try:
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
-        except OSError:
-            raise
-        except Exception as error:
-            failure = error
-    text = " ".join(str(failure).split())[:300]
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
     raise UsageError(
         f"{where} cannot be read without running code that lies in it, or is damaged: {text}",
         hint="save plain tensors: torch.save(model.state_dict(), path)",
