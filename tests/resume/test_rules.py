@@ -145,6 +145,24 @@ def test_changed_data_stop_the_start_with_both_identities_and_the_ways_on(tmp_pa
         assert word in str(caught.value)
 
 
+def test_another_order_of_the_same_data_is_changed_data(tmp_path: Path) -> None:
+    tiny.trainer(tmp_path, 5).train()
+    with pytest.raises(DataError, match=r"(?s)shuffle: True -> False.*ignore_data_skip"):
+        tiny.trainer(tmp_path, 8, train_dataset={"dataloader": {"shuffle": False}}).train()
+
+
+def test_another_micro_batch_uses_the_same_samples_and_says_that_draws_differ(
+    tmp_path: Path, straight: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tiny.trainer(tmp_path, 5).train()
+    capfd.readouterr()
+    tiny.trainer(tmp_path, 12, training={"local_batch_size": 4}).train()
+    assert "other random draws" in capfd.readouterr().err
+    assert [(row[0], row[4], row[6]) for row in tiny.trace(tmp_path)] == [
+        (row[0], row[4], row[6]) for row in tiny.trace(straight)
+    ]
+
+
 def test_ignored_data_start_afresh_once_and_the_history_stays(tmp_path: Path) -> None:
     tiny.trainer(tmp_path, 5).train()
     asked = {"training": {"ignore_data_skip": True}}
