@@ -136,10 +136,7 @@ def test_a_common_json_of_others() -> None:
     "text",
     ["", "[]", "null", "{}", '{"global_step": -1}', '{"global_step": true}', '{"global_step": 1.0}', "{", "\xff"]
     + ['{"global_step": 1' + "0" * n + "}" for n in (25, 400, 5000)]
-    + [
-        f'{{"global_step": 1, "loss_scale": {v}}}'
-        for v in ("0", "-1", "true", '"1"', "1e999", "1" + "0" * 400, "[]")
-    ]
+    + [f'{{"global_step": 1, "loss_scale": {v}}}' for v in ("0", "-1", "true", '"1"', "1e999", "1" + "0" * 400, "[]")]
     + ['{"global_step": 4611686018427387903, "global_batch_size": 2}', "[" * 100_000, '{"a":' * 100_000],
 )
 def test_a_senseless_common_json_is_damage(text: str) -> None:
