@@ -134,7 +134,7 @@ def trainer(
     loss: Callable[[nn.Module, Any], Any] = loss_of,
     callbacks: tuple[Callback, ...] = (),
     extra: dict[str, Any] | None = None,
-    optimizer: Callable[[nn.Module], Any] | None = None,
+    given_optimizer: Callable[[nn.Module], Any] | None = None,
     **sections: dict[str, Any],
 ) -> Trainer:
     """A trainer of the tiny run, its model drawn as on the very first start."""
@@ -143,7 +143,7 @@ def trainer(
     return Trainer(
         config(output, steps, **sections),
         model=built,
-        optimizer=optimizer(built) if optimizer is not None else None,
+        optimizer=given_optimizer(built) if given_optimizer is not None else None,
         train_dataset=Noisy() if data is None else data,
         compute_loss_func=loss,
         callbacks=callbacks,

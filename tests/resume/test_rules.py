@@ -123,6 +123,21 @@ def test_the_configured_rate_wins_and_the_change_is_told(
     assert [row[2] for row in tiny.trace(tmp_path / "a")][5:] == [row[2] for row in tiny.trace(tmp_path / "b")][5:]
 
 
+def test_an_optimizer_of_ones_own_keeps_the_ratio_of_its_rates(tmp_path: Path) -> None:
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        first, *rest = model.parameters()
+        return torch.optim.RMSprop([{"params": [first], "lr": 0.001}, {"params": rest, "lr": 0.01}], momentum=0.5)
+
+    tiny.trainer(tmp_path / "a", 9, given_optimizer=made).train()
+    for stop in (2, 6):
+        tiny.trainer(tmp_path / "b", stop, given_optimizer=made).train()
+    run = tiny.trainer(tmp_path / "b", 9, given_optimizer=made)
+    run.train()
+    assert tiny.trace(tmp_path / "a") == tiny.trace(tmp_path / "b")
+    rates = [group["lr"] for group in run.optimizer.param_groups]
+    assert rates[0] == pytest.approx(rates[1] / 10, rel=1e-12)
+
+
 def test_steps_lowered_and_raised(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tiny.trainer(tmp_path, 10).train()
     before = tiny.tree(tmp_path, but=("lock", "events.jsonl"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -20,6 +21,7 @@ from perdure.catalog.events import read_events
 from perdure.catalog.root import Root
 from perdure.engine import checkpointer as engine
 from perdure.errors import SaveError, UnsupportedStateError, UsageError
+from perdure.format.digest import digest_bytes
 from perdure.storage.base import FileWriter
 from perdure.storage.faults import FaultStorage
 from perdure.storage.local import LocalStorage
@@ -209,6 +211,19 @@ def test_what_cannot_be_held_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedStateError, match="'plain' of type int"):
         tiny.trainer(tmp_path / "b", 5, extra={"plain": 3}).train()
     assert tiny.numbers(tmp_path / "a" / "checkpoint") == []
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_commit_vouches_for_the_ledger_as_it_was(tmp_path: Path, background: bool) -> None:
+    keys = {"save_interleaved_steps": 2, "save_max": 9, "async_save": background}
+    for stop in (3, 8):
+        tiny.trainer(tmp_path, stop, checkpoint=keys).train()
+    ledger = (tmp_path / "ledger.jsonl").read_bytes()
+    for iteration in Root(str(tmp_path / "checkpoint")).iterations():
+        commit = iteration.commit
+        assert digest_bytes(ledger[: commit.ledger_bytes]) == commit.ledger_digest
+        steps = [json.loads(line)["step"] for line in ledger[: commit.ledger_bytes].splitlines()]
+        assert max(steps) >= iteration.iteration
 
 
 # ---- retention
