@@ -61,7 +61,7 @@ def test_killed_at_any_operation_of_any_save(
     tiny.trainer(tmp_path / "counted", STEPS).train()
     total, rng = len(counting.log), random.Random(5 + background)
     kills = 0
-    for number, at in enumerate(sorted(rng.sample(range(1, total + 1), 24))):
+    for number, at in enumerate(sorted(rng.sample(range(1, total + 1), 14))):
         output = tmp_path / str(number)
         action = ("kill-before", "kill-after")[number % 2]
         dying(monkeypatch, at=at, action=action)
@@ -71,7 +71,7 @@ def test_killed_at_any_operation_of_any_save(
         kills += status != 0
         monkeypatch.setattr(engine, "LocalStorage", LocalStorage)
         finish_and_compare(output, straight)
-    assert kills >= 18
+    assert kills >= 10
 
 
 def test_a_chain_of_stops_and_kills(straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
