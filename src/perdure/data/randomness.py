@@ -23,11 +23,10 @@ __all__ = [
     "preserved_streams",
     "sample_key",
     "seed_streams",
-    "training_key",
 ]
 
-# Each purpose has keys of its own, so that augmentation, masking and dropout are independent.
-_SAMPLE, _COLLATE, _TRAINING = 0x73616D706C65, 0x636F6C6C617465, 0x747261696E
+# Each purpose has keys of its own, so that augmentation and masking are independent.
+_SAMPLE, _COLLATE = 0x73616D706C65, 0x636F6C6C617465
 
 
 def sample_key(seed: int, position: int) -> int:
@@ -38,11 +37,6 @@ def sample_key(seed: int, position: int) -> int:
 def collate_key(seed: int, first: int) -> int:
     """The 64-bit key of collating the micro-batch whose first sample is at `first`."""
     return derive(_COLLATE, seed, first)
-
-
-def training_key(seed: int, first: int) -> int:
-    """The 64-bit key of the forward and backward pass of the micro-batch that starts at `first`."""
-    return derive(_TRAINING, seed, first)
 
 
 def seed_streams(key: int) -> None:
