@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BY_MINDSPORE", "BY_SAFETENSORS", "BY_TORCH", "DType", "Held"]
+__all__ = ["BY_MINDSPORE", "BY_SAFETENSORS", "BY_TORCH", "DType", "Held", "as_held"]
 
 
 class DType(NamedTuple):
@@ -60,3 +60,29 @@ BY_TORCH = {d.torch: Held(d.safetensors, 1, False) for d in _TABLE} | {
     "float8_e5m2fnuz": Held("U8", 1, True),
     "float4_e2m1fn_x2": Held("U8", 1, True),
 }
+
+# What others store and we hold as a view: their name -> the torch dtype.
+_FOREIGN = {
+    "C64": "complex64",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2",
+}
+
+
+def as_held(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], str] | None:
+    """A dtype of safetensors with a shape, as (stored dtype, shape in stored elements, logical torch dtype or "").
+
+    Files of others may hold dtypes that ours hold as a view; the bytes are the same. None for what torch has no dtype
+    for, or a shape that the dtype cannot have (an odd number of 4-bit numbers in a row).
+    """
+    if dtype in BY_SAFETENSORS:
+        return dtype, shape, ""
+    logical = _FOREIGN.get(dtype)
+    if logical is None:
+        return None
+    how = BY_TORCH[logical]
+    if dtype == "F4":
+        # Two numbers to a byte; torch counts the pairs.
+        return None if not shape or shape[-1] % 2 else (how.stored, (*shape[:-1], shape[-1] // 2), logical)
+    return how.stored, (*shape, how.trailing) if how.trailing > 1 else shape, logical

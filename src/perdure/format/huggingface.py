@@ -74,7 +74,7 @@ def from_headers(
             if name in metadata.model:
                 raise DamagedCheckpointError(f"{where}: {name[:300]}: in two files", file=file_name, tensor=name)
             shard = ShardRecord(number, (0,) * len(entry.shape), entry.shape, "")
-            metadata.model[name] = TensorRecord(entry.dtype, entry.shape, [shard])
+            metadata.model[name] = TensorRecord(entry.dtype, entry.shape, [shard], entry.logical)
     missing = next((name for name in places or () if name not in metadata.model), None)
     if places is not None and missing is not None:
         raise DamagedCheckpointError(

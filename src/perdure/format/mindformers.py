@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from perdure.errors import DamagedCheckpointError
-from perdure.format.dtypes import BY_MINDSPORE
+from perdure.format.dtypes import BY_MINDSPORE, as_held
 from perdure.format.metadata import CheckpointMetadata, FileRecord, Section, ShardRecord, TensorRecord
 from perdure.format.names import ShardName, parse_shard_filename
 from perdure.format.safetensors import Header
@@ -99,7 +99,7 @@ def from_headers(headers: Mapping[str, Header], where: str) -> CheckpointMetadat
         metadata.files.append(FileRecord(file_name, 0, ""))
         for name, entry in header.entries.items():
             shard = ShardRecord(number, (0,) * len(entry.shape), entry.shape, "")
-            record = TensorRecord(entry.dtype, entry.shape, [shard])
+            record = TensorRecord(entry.dtype, entry.shape, [shard], entry.logical)
             _put(metadata, section, name, record, where)
     if not metadata.model:
         raise DamagedCheckpointError(
@@ -196,13 +196,15 @@ def _add_sliced(
         )
     except (TypeError, KeyError):
         raise damage("dtype, global_shape, axis_fragmentations or chunk is missing") from None
-    if not isinstance(dtype, str) or dtype not in BY_MINDSPORE:
+    held = _held(dtype)
+    if held is None:
         raise damage(f"unknown dtype {str(dtype)[:40]!r}")
+    stored, tail, logical = held
     if not _counts(shape) or not _counts(cut) or len(cut) != len(shape) or 0 in cut:
         raise damage(f"shape {str(shape)[:80]} cut into {str(cut)[:80]} cannot be meant")
     if not isinstance(chunks, list) or not chunks:
         raise damage("no slices")
-    record = TensorRecord(BY_MINDSPORE[dtype].safetensors, tuple(shape), [])
+    record = TensorRecord(stored, (*shape, *tail), [], logical)
     sections: set[Section] = set()
     seen: set[int] = set()
     for chunk in chunks:
@@ -220,12 +222,19 @@ def _add_sliced(
             index = numbers.setdefault(file_name, len(numbers))
             if index == len(metadata.files):
                 metadata.files.append(FileRecord(file_name, 0, ""))
-            record.shards.append(ShardRecord(index, offset, local, ""))
+            record.shards.append(ShardRecord(index, (*offset, *(0 for _ in tail)), (*local, *tail), ""))
     if places:
         raise damage(f"storage_data has a slice {next(iter(places))} that state_dict_metadata lacks")
     if len(sections) != 1:
         raise damage("its slices are in model and in optimizer files")
     _put(metadata, sections.pop(), name, record, file)
+
+
+def _held(dtype: Any) -> tuple[str, tuple[int, ...], str] | None:
+    """A dtype of theirs as (stored dtype, what its shape gets at the end, logical dtype); None for an unknown one."""
+    if dtype == "Complex64":
+        return as_held("C64", ())
+    return (BY_MINDSPORE[dtype].safetensors, (), "") if isinstance(dtype, str) and dtype in BY_MINDSPORE else None
 
 
 def _slice(chunk: Any, dimensions: int, damage: Any) -> tuple[int, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from perdure.errors import DamagedCheckpointError
-from perdure.format.dtypes import BY_SAFETENSORS
+from perdure.format.dtypes import BY_SAFETENSORS, as_held
 from perdure.format.jsonio import encode
 
 __all__ = ["ALIGNMENT", "HEADER_LIMIT", "Entry", "Header", "header_bytes", "header_length", "lay_out", "parse_header"]
@@ -24,12 +24,16 @@ _RESERVED = "__metadata__"
 
 
 class Entry(NamedTuple):
-    """One tensor in a file: its bytes are file[data_start + begin : data_start + end]."""
+    """One tensor in a file: its bytes are file[data_start + begin : data_start + end].
+
+    A dtype that only others store is given as we hold it: stored dtype, shape in those, and `logical`.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
+    logical: str = ""
 
 
 class Header(NamedTuple):
@@ -120,9 +124,9 @@ def _entry(key: str, value: Any, file: str) -> Entry:
         numbers = [*shape, begin, end]
         sound = isinstance(dtype, str) and isinstance(shape, list)
         sound = sound and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
-        known = sound and dtype in BY_SAFETENSORS
-        if known and end - begin == prod(shape) * BY_SAFETENSORS[dtype].itemsize:
-            return Entry(dtype, tuple(shape), begin, end)
+        held = as_held(dtype, tuple(shape)) if sound else None
+        if held is not None and end - begin == prod(held[1]) * BY_SAFETENSORS[held[0]].itemsize:
+            return Entry(held[0], held[1], begin, end, held[2])
     except (KeyError, TypeError, ValueError):
         pass
     raise DamagedCheckpointError(
