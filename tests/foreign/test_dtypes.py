@@ -1,4 +1,4 @@
-"""Files of others in every dtype that the format has: read bit for bit, refused by name where torch has no such numbers."""
+"""Files of others in every dtype of the format: read bit for bit, refused by name where torch has no such numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from perdure.errors import DamagedCheckpointError
 HELD_AS_THEY_ARE = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.complex64,
-    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
 ]  # fmt: skip
 
 
