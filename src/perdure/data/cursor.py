@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from perdure.data.keys import MASK, is_whole
 from perdure.errors import UsageError
+from perdure.format.keys import MASK, is_whole
 
 __all__ = ["BatchPlan", "Counters", "Rampup", "SkipRanges", "StepRange", "counters", "locate", "scale_step"]
 

@@ -22,10 +22,10 @@ from torch.utils.data import IterableDataset, default_collate
 
 from perdure.data.cursor import BatchPlan, Counters, StepRange, counters
 from perdure.data.fetch import Fetcher, Order, Task
-from perdure.data.keys import check_seed
 from perdure.data.order import MAX_LENGTH, EpochOrder
 from perdure.data.workers import Workers, new_board
 from perdure.errors import DataError, UsageError
+from perdure.format.keys import check_seed
 
 __all__ = ["MicroBatch", "ResumableLoader", "StepBatch"]
 

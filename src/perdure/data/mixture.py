@@ -17,9 +17,9 @@ from itertools import accumulate
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from perdure.data.keys import MASK, check_seed, derive, is_whole
 from perdure.data.order import EpochOrder, Permutation
 from perdure.errors import DataError, UsageError
+from perdure.format.keys import MASK, check_seed, derive, is_whole
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,8 +17,8 @@ from functools import lru_cache
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
-from perdure.data.keys import GAMMA, MASK, MULTIPLIER_1, MULTIPLIER_2, check_seed, derive, is_whole, mix64
 from perdure.errors import UsageError
+from perdure.format.keys import GAMMA, MASK, MULTIPLIER_1, MULTIPLIER_2, check_seed, derive, is_whole, mix64
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from perdure.data.keys import derive
+from perdure.format.keys import derive
 
 __all__ = [
     "DrawDetector",

@@ -8,7 +8,7 @@ before `backward` (a constant), and the gradients are corrected once the tokens 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perdure.data.loader import StepBatch
+from perdure.data.samples import sample_sum
 from perdure.engine.ranks import Ranks
 from perdure.errors import UsageError
 from perdure.optim.scaler import LossScaler
 from perdure.parallel.gradients import global_norm, scale, settle, sum_over_replicas
 from perdure.parallel.mesh import Mesh
 from perdure.state.random import seed_streams
+from perdure.train.health import HealthMonitor, Verdict
 from perdure.train.stop import SIGNALS
 
 __all__ = ["LossFunction", "StepResult", "TrainStep", "loss_and_count", "next_token_loss", "to_device"]
@@ -36,7 +38,7 @@ class StepResult:
     """What a step gave: loss per valid token (or sample), gradient norm before clipping, tokens seen.
 
     `applied` is False where the update was left out; `stop` is the signal that some rank received;
-    `id_sum` identifies the samples that all ranks really had.
+    `id_sum` identifies the samples that all ranks really had; `verdict` is the health monitor's.
     """
 
     loss: float
@@ -46,6 +48,7 @@ class StepResult:
     finite: bool
     stop: int
     id_sum: int
+    verdict: Verdict
 
 
 def next_token_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -69,6 +72,7 @@ class TrainStep:
         loss: `loss(model, batch)` gives (sum, count), or the mean over the micro-batch's samples.
         max_norm: gradients are clipped to this global norm; 0 leaves them.
         skip_non_finite: leave out an update whose gradient norm is not finite.
+        health: judges every step before its update, which it may hold back.
     """
 
     def __init__(
@@ -84,10 +88,11 @@ class TrainStep:
         seed: int,
         max_norm: float,
         skip_non_finite: bool,
+        health: HealthMonitor,
     ) -> None:
         self._model, self._optimizer, self._loss = model, optimizer, loss
         self._ranks, self._mesh, self._device, self._scaler = ranks, mesh, device, scaler
-        self._seed, self._max_norm, self._skip = seed, max_norm, skip_non_finite
+        self._seed, self._max_norm, self._skip, self._health = seed, max_norm, skip_non_finite, health
 
     def run(
         self,
@@ -108,11 +113,12 @@ class TrainStep:
                 self._optimizer.accumulate_grads()
             loss_sum += value.detach().double().cpu()
             tokens += count
-            id_sum += sum_of_ids(micro.positions, micro.ids)
-        return self._finish(loss_sum, tokens, id_sum, global_batch_size, learning_rate, stop)
+            id_sum += sample_sum(micro.positions, micro.ids)
+        return self._finish(batch.first, loss_sum, tokens, id_sum, global_batch_size, learning_rate, stop)
 
     def _finish(
         self,
+        position: int,
         loss_sum: Tensor,
         tokens: int,
         id_sum: int,
@@ -135,7 +141,9 @@ class TrainStep:
         scale(gradients, self._mesh.mean_over * batch_size / count / self._scaler.scale)
         norm = global_norm(gradients)
         finite = math.isfinite(norm)
-        applied = finite or not (self._skip or self._scaler.dynamic)
+        overflow = self._scaler.dynamic and not finite
+        verdict = self._health.judge(position, loss / count, norm, self._embedding_norm, overflow=overflow)
+        applied = not verdict.hold and (finite or not (self._skip or self._scaler.dynamic))
         if applied:
             if self._max_norm > 0 and finite and norm > self._max_norm:
                 scale(gradients, self._max_norm / (norm + 1e-6))
@@ -145,9 +153,8 @@ class TrainStep:
         self._scaler.update(finite)
         self._optimizer.zero_grad(set_to_none=True)
         stopped = next((int(number) for number, votes in zip(SIGNALS, wishes, strict=True) if votes), 0)
-        return StepResult(
-            loss / count, norm, int(count), applied, finite, stopped, int(low) + (int(high) << 32) & (1 << 64) - 1
-        )
+        ids = int(low) + (int(high) << 32) & (1 << 64) - 1
+        return StepResult(loss / count, norm, int(count), applied, finite, stopped, ids, verdict)
 
     def _gradients(self) -> list[Tensor]:
         if hasattr(self._optimizer, "grads"):
@@ -155,6 +162,13 @@ class TrainStep:
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         settle(parameters)
         return [p.grad for p in parameters if p.grad is not None]
+
+    def _embedding_norm(self) -> float:
+        """The norm of the embeddings' gradients, as they are scaled by now."""
+        master = getattr(self._optimizer, "main_param_of", lambda parameter: None)
+        tables = dict.fromkeys(m.weight for m in self._model.modules() if isinstance(m, nn.Embedding))
+        owners = [p if (main := master(p)) is None else main for p in tables]
+        return global_norm([p.grad for p in owners if p.grad is not None])
 
 
 def loss_and_count(loss: LossFunction, model: nn.Module, data: Any, samples: int) -> tuple[Tensor, int]:
@@ -175,15 +189,3 @@ def to_device(data: Any, device: torch.device) -> Any:
         items = [to_device(value, device) for value in data]
         return items if isinstance(data, list) else type(data)(*items) if hasattr(data, "_fields") else tuple(items)
     return data
-
-
-def sum_of_ids(positions: Iterable[int], ids: Iterable[int]) -> int:
-    """A sum over samples of a hash of (stream position, sample id): any order and any split gives the same."""
-    import numpy
-
-    with numpy.errstate(over="ignore"):
-        state = numpy.fromiter(positions, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
-        state ^= numpy.fromiter(ids, dtype=numpy.int64).astype(numpy.uint64) + numpy.uint64(0x243F6A8885A308D3)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            state = (state ^ (state >> numpy.uint64(shift))) * numpy.uint64(factor)
-        return int(numpy.sum(state ^ (state >> numpy.uint64(31)), dtype=numpy.uint64))

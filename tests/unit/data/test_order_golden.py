@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.data.keys import derive
 from perdure.data.order import ORDER_VERSION, Permutation
+from perdure.format.keys import derive
 
 
 def test_version() -> None:

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from perdure.data.keys import MASK, is_whole
 from perdure.errors import DataError, UsageError
 from perdure.format.digest import digest_bytes
+from perdure.format.keys import MASK, is_whole
 
 __all__ = ["Source", "check_seq_length", "existing", "files_fingerprint", "next_token_sample", "window_count"]
 

@@ -1,0 +1,47 @@
+"""Which samples a step had, as one number: a sum that no order and no split over ranks changes.
+
+Each sample counts with a key of its stream position and its data set index. The key is a bijection of the
+index, so that from the sum of a step alone the audit finds the sample that is too many, missing or wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.format.keys import GAMMA, MASK, MULTIPLIER_1, MULTIPLIER_2, derive, extend, unextend
+
+__all__ = ["index_of", "sample_sum", "sample_word"]
+
+_KEY = derive(0x6C6564676572)
+
+
+def sample_word(position: int, index: int) -> int:
+    """What the sample of this data set index at this stream position adds to the sum."""
+    return extend(extend(_KEY, position), index)
+
+
+def index_of(position: int, word: int) -> int:
+    """The data set index that adds `word` at a stream position."""
+    return unextend(extend(_KEY, position), word)
+
+
+def sample_sum(positions: Iterable[int], indices: Iterable[int]) -> int:
+    """The sum of `sample_word` over samples, modulo 2^64."""
+    key = _extended(np.uint64(_KEY), np.fromiter(positions, dtype=np.uint64))
+    words = _extended(key, np.fromiter(indices, dtype=np.uint64))
+    return int(np.sum(words, dtype=np.uint64)) & MASK
+
+
+def _extended(key: NDArray[np.uint64] | np.uint64, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    # Arrays wrap around silently, as the scalar form does by its mask.
+    state = words ^ key
+    state += np.uint64(GAMMA)
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(MULTIPLIER_1)
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(MULTIPLIER_2)
+    state ^= state >> np.uint64(31)
+    return state
