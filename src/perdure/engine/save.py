@@ -72,10 +72,11 @@ def entries_of(plan: SavePlan, rank: int, tensors: Sequence[NamedTensor]) -> dic
     """What `rank` writes, by section, each shard under a key that is unique in its file."""
     memory = {ShardId(t.section, t.name, p.box): p.tensor for t in tensors for p in t.pieces}
     found: dict[Section, list[Entry]] = {}
+    mine = plan.writes_of(rank)
     for section in SECTIONS:
         taken = {"__metadata__"}
         rows = []
-        for shard in plan.writes[rank]:
+        for shard in mine:
             if shard.section != section:
                 continue
             key, count = shard.name, 0
@@ -210,7 +211,7 @@ class SaveJob:
             metadata.section(section)[name] = record
         for rank, part in enumerate(parts):
             written = {(SECTIONS[number], name, shard.box) for number, name, shard in part.shards}
-            planned = {(s.section, s.name, s.box) for s in self.plan.writes[rank]}
+            planned = {(s.section, s.name, s.box) for s in self.plan.writes_of(rank)}
             if written != planned or len(part.shards) != len(planned):
                 raise SaveError(f"rank {rank} wrote {len(part.shards)} shards where the plan has {len(planned)}")
             first = len(metadata.files)
