@@ -19,6 +19,7 @@ from tests.foreign.toy import (
     adamw_by_hand,
     copied,
     equal,
+    hazard,
     load,
     optimizer_of,
     truth,
@@ -199,18 +200,6 @@ def test_their_root_can_be_the_save_root(tmp_path: Path) -> None:
 
 
 # ---- which iteration, and what is refused
-
-
-def hazard(name: str, tmp_path: Path) -> Path:
-    """A root as a bad situation left it, with the folders that were empty."""
-    if not (FIXTURES / "hazards" / name).exists():
-        (tmp_path / "root").mkdir()
-    else:
-        shutil.copytree(FIXTURES / "hazards" / name, tmp_path / "root")
-    empty = {"sync_save_failed_swallowed": (2, 4), "overwrite_failed_good_copy_gone": (4,)}
-    for number in empty.get(name, ()):
-        (tmp_path / "root" / f"iteration_{number:08d}").mkdir()
-    return tmp_path / "root"
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,18 @@ def copied(folder: str, target: Path) -> Path:
     return Path(shutil.copytree(FIXTURES / folder, target / "root"))
 
 
+def hazard(name: str, tmp_path: Path) -> Path:
+    """A root as a bad situation left it, with the folders that were empty."""
+    if not (FIXTURES / "hazards" / name).exists():
+        (tmp_path / "root").mkdir()
+    else:
+        shutil.copytree(FIXTURES / "hazards" / name, tmp_path / "root")
+    empty = {"sync_save_failed_swallowed": (2, 4), "overwrite_failed_good_copy_gone": (4,)}
+    for number in empty.get(name, ()):
+        (tmp_path / "root" / f"iteration_{number:08d}").mkdir()
+    return tmp_path / "root"
+
+
 def load(path: Path | str, model: nn.Module, optimizer: Any, tmp_path: Path, **settings: Any) -> Any:
     """A checkpointer that has loaded `path`, with (progress, lines said)."""
     said: list[str] = []

@@ -20,7 +20,6 @@ from perdure.format.digest import digest_bytes
 from perdure.format.dtypes import BY_SAFETENSORS
 from perdure.format.metadata import SECTIONS, Section, ShardRecord, TensorRecord
 from perdure.storage.base import FileReader, Storage
-from perdure.storage.local import LocalStorage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +29,7 @@ __all__ = ["DiffReport", "TensorDiff", "diff", "fingerprint"]
 
 _CHUNK = 4 << 20
 _SPAN = 16 << 20
+_TRUSTED = ("global_step", "loss_scale", "global_batch_size", "consumed_samples", "ckpt_status")
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class DiffReport:
         tensors: those that differ, or that only one side has.
         progress: differing fields of common.json, as {field: (a, b)}.
         training: differing keys of what else a resume needs, as {key: (a, b)}.
+        notes: what could not be compared.
     """
 
     a: str
@@ -71,6 +72,7 @@ class DiffReport:
     tensors: list[TensorDiff] = field(default_factory=list)
     progress: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     training: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def equal(self) -> bool:
@@ -89,6 +91,8 @@ def diff(
 ) -> DiffReport:
     """Compares two checkpoints (iteration directories, or roots: the iteration a resume would take).
 
+    Of another program's, the tensors and the fields of common.json that are trusted are compared.
+
     Args:
         section: compare these tensors only, and neither progress nor settings.
         read_data: read also what both sides recorded with the same cut and the same digests.
@@ -100,13 +104,9 @@ def diff(
     left, right = Checkpoint(a, storage), Checkpoint(b, storage)
     report = DiffReport(left.path, right.path)
     if section is None:
-        for key in left.common.__struct_fields__:
-            pair = (getattr(left.common, key), getattr(right.common, key))
-            if pair[0] != pair[1]:
-                report.progress[key] = pair
-        report.training.update(_tree_diff(left.metadata.training, right.metadata.training))
+        _compare_progress(left, right, report)
     with contextlib.ExitStack() as stack:
-        sides = [stack.enter_context(_opened(side, storage)) for side in (left, right)]
+        sides = [stack.enter_context(side.open_files()) for side in (left, right)]
         for part in SECTIONS:
             if section not in (None, part):
                 continue
@@ -145,7 +145,7 @@ def fingerprint(path: str | os.PathLike[str], *, storage: Storage | None = None)
 
     checkpoint = Checkpoint(path, storage)
     found: dict[str, str] = {}
-    with _opened(checkpoint, storage) as files:
+    with checkpoint.open_files() as files:
         for section, name, tensor in checkpoint.metadata.tensors():
             itemsize = BY_SAFETENSORS[tensor.dtype].itemsize
             label = digest_bytes(f"{section}/{name}/{tensor.dtype}/{tensor.logical}/{list(tensor.shape)}".encode())
@@ -193,16 +193,20 @@ def _places(box: Box, shape: tuple[int, ...]) -> NDArray[np.uint64]:
     return places.reshape(-1)
 
 
-def _opened(checkpoint: Checkpoint, storage: Storage | None) -> contextlib.AbstractContextManager[ShardFiles]:
-    @contextlib.contextmanager
-    def opened() -> Iterator[ShardFiles]:
-        with (
-            (storage or LocalStorage()).open_directory(checkpoint.path) as directory,
-            ShardFiles(directory, checkpoint.metadata, checkpoint.commit) as files,
-        ):
-            yield files
-
-    return opened()
+def _compare_progress(left: Checkpoint, right: Checkpoint, report: DiffReport) -> None:
+    """Progress and settings, as far as both sides record them."""
+    own = left.kind == right.kind == "perdure"
+    if left.common is None or right.common is None:
+        report.notes.append("progress is not compared: at least one side has none")
+    else:
+        for key in left.common.__struct_fields__ if own else _TRUSTED:
+            pair = (getattr(left.common, key), getattr(right.common, key))
+            if pair[0] != pair[1]:
+                report.progress[key] = pair
+    if own:
+        report.training.update(_tree_diff(left.metadata.training, right.metadata.training))
+    else:
+        report.notes.append("settings are not compared: other programs do not record them")
 
 
 def _tree_diff(a: Any, b: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:

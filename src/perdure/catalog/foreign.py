@@ -22,7 +22,18 @@ from perdure.format.safetensors import Header
 from perdure.storage.base import Directory, Storage
 from perdure.storage.local import LocalStorage
 
-__all__ = ["ForeignChoice", "ForeignContent", "ForeignKind", "choose_foreign", "read_foreign", "recognise"]
+__all__ = [
+    "WRITERS",
+    "ForeignChoice",
+    "ForeignContent",
+    "ForeignEntry",
+    "ForeignKind",
+    "ForeignListing",
+    "choose_foreign",
+    "list_foreign",
+    "read_foreign",
+    "recognise",
+]
 
 ForeignKind = Literal["mindformers", "huggingface"]
 
@@ -40,6 +51,37 @@ class ForeignContent(NamedTuple):
     metadata: CheckpointMetadata
     common: CommonInfo | None
     ranks: int
+
+
+@dataclass(frozen=True)
+class ForeignEntry:
+    """A directory of a foreign root; `content` is None for one that isn't complete, and `why` says why not.
+
+    `iteration` is the number in its name; None for a directory of weights, which has none.
+    """
+
+    dirname: str
+    iteration: int | None
+    content: ForeignContent | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class ForeignListing:
+    """One look at a foreign path: its root (a directory of weights is its own), what it holds, what the tracker says.
+
+    Entries ascend by number; there is no other order that their files tell.
+    """
+
+    kind: ForeignKind
+    root: str
+    entries: list[ForeignEntry]
+    tracker: TrackerReading
+
+    @property
+    def complete(self) -> dict[int, ForeignEntry]:
+        """The complete iterations by number."""
+        return {e.iteration: e for e in self.entries if e.content is not None and e.iteration is not None}
 
 
 @dataclass(frozen=True)
@@ -94,26 +136,18 @@ def choose_foreign(
         with root.storage.open_directory(full) as directory:
             read_foreign(directory, kind)
         return ForeignChoice(kind, full, full if kind == "huggingface" else os.path.dirname(full), True)
-    incomplete: dict[int, str] = {}
-    complete: list[int] = []
-    healthy: list[int] = []
-    dirnames = {n: name for name in root.storage.list(full) if (n := parse_iteration_dirname(name)) is not None}
-    for number, name in sorted(dirnames.items(), reverse=True):
-        content = _look(root, name)
-        if isinstance(content, str):
-            incomplete[number] = content
-            continue
-        complete.append(number)
-        if content.common is None or content.common.ckpt_status == HEALTHY:
-            healthy.append(number)
+    listing = list_foreign(full, kind, storage)
+    dirnames = {e.iteration: e.dirname for e in listing.entries if e.iteration is not None}
+    incomplete = {e.iteration: e.why for e in listing.entries if e.content is None and e.iteration is not None}
+    complete = listing.complete
     if not complete:
-        shown = "; ".join(f"{dirnames[n]}: {why}" for n, why in list(incomplete.items())[:3])
+        shown = "; ".join(f"{dirnames[n]}: {why}" for n, why in sorted(incomplete.items(), reverse=True)[:3])
         raise CheckpointNotFoundError(
             f"{path} looks like a root of {WRITERS[kind]}, but holds no complete iteration ({shown})",
             hint="an iteration counts when every file that its metadata names is there with a valid header",
         )
-    tracker = root.tracker()
-    number, warnings = _decide(tracker, complete, incomplete, dirnames)
+    number, warnings = _decide(listing.tracker, list(complete), incomplete, dirnames)
+    healthy = [n for n, entry in complete.items() if _is_healthy(entry)]
     if load_healthy and number not in healthy:
         sound = max((n for n in healthy if n <= number), default=number)
         taking = "but no healthy one is left" if sound == number else f"taking {dirnames[sound]} (load_healthy)"
@@ -122,8 +156,29 @@ def choose_foreign(
     return ForeignChoice(kind, root.join(dirnames[number]), full, False, warnings)
 
 
+def list_foreign(path: str, kind: ForeignKind, storage: Storage | None = None) -> ForeignListing:
+    """Everything under a path that `recognise` knows: the iterations of a root, or the one directory it is.
+
+    Raises:
+        OSError: the storage failed, which is not damage.
+    """
+    full = os.path.abspath(path)
+    number = parse_iteration_dirname(os.path.basename(full))
+    if kind == "huggingface" or number is not None:
+        above = Root(os.path.dirname(full), storage)
+        entry = _look(above, os.path.basename(full), number, kind)
+        tracker = above.tracker() if number is not None else TrackerReading("", None, "missing")
+        return ForeignListing(kind, full if kind == "huggingface" else above.path, [entry], tracker)
+    root = Root(full, storage)
+    numbered = {n: name for name in root.storage.list(full) if (n := parse_iteration_dirname(name)) is not None}
+    entries = [_look(root, name, n, kind) for n, name in sorted(numbered.items())]
+    return ForeignListing(kind, root.path, entries, root.tracker())
+
+
 def read_foreign(directory: Directory, kind: ForeignKind) -> ForeignContent:
     """Reads an open directory: metadata, files' headers (all of them are looked at), and common.json if there.
+
+    The record's files have the sizes that were found.
 
     Raises:
         DamagedCheckpointError: a file is missing, or something isn't what it must be; it is named.
@@ -138,9 +193,11 @@ def read_foreign(directory: Directory, kind: ForeignKind) -> ForeignContent:
         if not metadata.model:
             raise DamagedCheckpointError(f"{path}: names no model file", file=path)
         with ShardFiles(directory, metadata, None) as files:
-            files.check()
+            sizes = {f.name: files.size(index) for index, f in enumerate(metadata.files)}
     else:
-        metadata = mindformers.from_headers(_headers(directory, names), directory.path)
+        headers, sizes = _headers(directory, names)
+        metadata = mindformers.from_headers(headers, directory.path)
+    _set_sizes(metadata, sizes)
     common = None
     if COMMON in names:
         data = read_checked(directory, COMMON, "", _JSON_LIMIT)
@@ -151,19 +208,22 @@ def read_foreign(directory: Directory, kind: ForeignKind) -> ForeignContent:
 
 def _read_huggingface(directory: Directory, names: list[str]) -> ForeignContent:
     index = huggingface.index_name(names)
-    if huggingface.SINGLE in names or index is None:
-        headers = _headers(directory, [huggingface.SINGLE])
-        return ForeignContent(huggingface.from_headers(headers, directory.path), None, 1)
-    path = os.path.join(directory.path, index)
-    places = huggingface.weight_files(read_checked(directory, index, "", _TABLE_LIMIT), path)
-    files = sorted(set(places.values()))
-    metadata = huggingface.from_headers(_headers(directory, files), directory.path, places)
+    places: dict[str, str] | None = None
+    files = [huggingface.SINGLE]
+    if huggingface.SINGLE not in names and index is not None:
+        path = os.path.join(directory.path, index)
+        places = huggingface.weight_files(read_checked(directory, index, "", _TABLE_LIMIT), path)
+        files = sorted(set(places.values()))
+    headers, sizes = _headers(directory, files)
+    metadata = huggingface.from_headers(headers, directory.path, places)
+    _set_sizes(metadata, sizes)
     return ForeignContent(metadata, None, 1)
 
 
-def _headers(directory: Directory, names: list[str]) -> dict[str, Header]:
-    """The headers of the safetensors files among `names`."""
+def _headers(directory: Directory, names: list[str]) -> tuple[dict[str, Header], dict[str, int]]:
+    """The headers of the safetensors files among `names`, and the files' sizes."""
     headers: dict[str, Header] = {}
+    sizes: dict[str, int] = {}
     for name in sorted(n for n in names if n.endswith(_ENDINGS)):
         path = os.path.join(directory.path, name)
         try:
@@ -174,24 +234,35 @@ def _headers(directory: Directory, names: list[str]) -> dict[str, Header]:
             raise
         try:
             headers[name] = read_header(reader, FileRecord(name, 0, ""), path)[0]
+            sizes[name] = reader.size
         finally:
             reader.close()
-    return headers
+    return headers, sizes
 
 
-def _look(root: Root, dirname: str) -> ForeignContent | str:
-    """An iteration of theirs, or why it doesn't count."""
+def _set_sizes(metadata: CheckpointMetadata, sizes: dict[str, int]) -> None:
+    metadata.files = [FileRecord(f.name, sizes[f.name], f.header) for f in metadata.files]
+
+
+def _look(root: Root, dirname: str, number: int | None, kind: ForeignKind) -> ForeignEntry:
+    """A directory of theirs, or why it doesn't count."""
+    path = root.join(dirname)
     try:
-        with root.storage.open_directory(root.join(dirname)) as directory:
+        with root.storage.open_directory(path) as directory:
             if not directory.names():
-                return "empty"
-            return read_foreign(directory, "mindformers")
+                return ForeignEntry(dirname, number, None, "empty")
+            return ForeignEntry(dirname, number, read_foreign(directory, kind))
     except DamagedCheckpointError as error:
-        return error.message.removeprefix(f"{root.join(dirname)}: ").removeprefix(f"{root.join(dirname)}{os.sep}")
+        why = error.message.removeprefix(f"{path}: ").removeprefix(f"{path}{os.sep}")
+        return ForeignEntry(dirname, number, None, why)
     except OSError as error:
         if error.errno in GONE:
-            return "not a directory"
+            return ForeignEntry(dirname, number, None, "not a directory")
         raise
+
+
+def _is_healthy(entry: ForeignEntry) -> bool:
+    return entry.content is None or entry.content.common is None or entry.content.common.ckpt_status == HEALTHY
 
 
 def _decide(

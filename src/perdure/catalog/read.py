@@ -182,6 +182,10 @@ class ShardFiles:
         """The checked header of file number `index`."""
         return self._file(index)[1]
 
+    def size(self, index: int) -> int:
+        """Bytes of file number `index`, as found when it was opened."""
+        return self._file(index)[0].size
+
     def keys(self, index: int) -> set[str]:
         """The keys that the metadata expects in file number `index`."""
         return {key for _, _, key, _, _ in self._expected.get(index, ())}

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 from perdure.catalog.choose import locate
+from perdure.catalog.foreign import recognise
 from perdure.catalog.read import IterationContent, ShardFiles, read_checked, read_common, read_metadata
+from perdure.catalog.report import Problem, Report, problem_of
 from perdure.catalog.root import Iteration, Root, read_commit
+from perdure.catalog.verify_foreign import verify_foreign
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatTooNewError
 from perdure.format.commit import CommitRecord
 from perdure.format.digest import BLOCK, digest_bytes
@@ -27,52 +29,6 @@ Progress = Callable[[int, int], None]
 """Called with (bytes checked, bytes in all)."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One fault.
-
-    Attributes:
-        path: the iteration's directory, or the root.
-        file: the file's name in it; "" where the fault is of the directory itself.
-        tensor: the tensor concerned; "" where it isn't one.
-        what: one sentence, complete in itself.
-        expected, found: what was recorded and what lies there, where they can be shown.
-        hint: what to do next.
-    """
-
-    path: str
-    file: str
-    tensor: str
-    what: str
-    expected: str = ""
-    found: str = ""
-    hint: str = ""
-
-
-@dataclass
-class Report:
-    """What `verify` looked at and found.
-
-    Attributes:
-        path: as asked for.
-        iterations: names of the directories that were checked.
-        problems: the faults; none of them means that all is well.
-        notes: what is no fault but worth knowing (leftovers of a killed save).
-        bytes_read: bytes of tensor data that were read and compared.
-    """
-
-    path: str
-    iterations: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    bytes_read: int = 0
-
-    @property
-    def ok(self) -> bool:
-        """Whether no fault was found."""
-        return not self.problems
-
-
 def verify(
     path: str | os.PathLike[str],
     *,
@@ -80,7 +36,7 @@ def verify(
     storage: Storage | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Checks one iteration, or a whole root.
+    """Checks one iteration, or a whole root; of another program's what can be checked (`verify_foreign`).
 
     Args:
         path: an iteration directory, or a root with everything in it.
@@ -93,6 +49,9 @@ def verify(
         OSError: the root itself could not be read.
     """
     full = os.path.normpath(os.fspath(path))
+    kind = recognise(full, storage)
+    if kind is not None:
+        return verify_foreign(full, kind, read_data=read_data, storage=storage, progress=progress)
     report = Report(full)
     if parse_iteration_dirname(os.path.basename(os.path.abspath(full))) is not None and os.path.isdir(full):
         root = Root(os.path.dirname(os.path.abspath(full)), storage)
@@ -172,7 +131,7 @@ def _check_iteration(root: Root, name: str, read_data: bool, advance: Callable[[
         try:
             commit = read_commit(directory)
         except (DamagedCheckpointError, OSError) as error:
-            yield _problem(path, error, COMMIT)
+            yield problem_of(path, error, COMMIT)
             return
         if commit is None:
             yield Problem(path, COMMIT, "", f"{os.path.join(path, COMMIT)}: missing; the iteration is not committed")
@@ -192,14 +151,14 @@ def _check_content(
         common = read_common(directory, commit)
     except (DamagedCheckpointError, OSError) as error:
         common = None
-        yield _problem(path, error, COMMON)
+        yield problem_of(path, error, COMMON)
     if common is not None and common.global_step != commit.iteration:
         what = f"{os.path.join(path, COMMON)}: global_step is not that of the iteration"
         yield Problem(path, COMMON, "", what, expected=str(commit.iteration), found=str(common.global_step))
     try:
         metadata = read_metadata(directory, commit)
     except (DamagedCheckpointError, OSError) as error:
-        yield _problem(path, error, METADATA)
+        yield problem_of(path, error, METADATA)
         return
     yield from _check_names(directory, commit, metadata)
     with ShardFiles(directory, metadata, commit) as files:
@@ -208,7 +167,7 @@ def _check_content(
             try:
                 header = files.header(index)
             except (DamagedCheckpointError, OSError) as error:
-                yield _problem(path, error, record.name)
+                yield problem_of(path, error, record.name)
                 continue
             sound.add(index)
             for key in sorted(set(header.entries) - files.keys(index))[:5]:
@@ -294,11 +253,4 @@ def _check_shard(
     except EOFError as error:
         yield Problem(path, file, name, f"{where}: {error}")
     except (DamagedCheckpointError, OSError) as error:
-        yield _problem(path, error, file, name)
-
-
-def _problem(path: str, error: DamagedCheckpointError | OSError, file: str, tensor: str = "") -> Problem:
-    if isinstance(error, DamagedCheckpointError):
-        return Problem(path, file, error.tensor or tensor, error.message, hint=error.hint or "")
-    what = f"{os.path.join(path, file)}: cannot be read: {error.strerror or error}"
-    return Problem(path, file, tensor, what, hint="the storage failed; this is no damage yet")
+        yield problem_of(path, error, file, name)

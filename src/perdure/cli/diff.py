@@ -37,6 +37,8 @@ def command(a: Path, b: Path, section: Section | None, read_data: bool, everythi
 
 
 def _show(report: DiffReport, everything: bool) -> None:
+    for note in report.notes:
+        render.note(f"note: {note}")
     for title, pairs in (("progress", report.progress), ("training", report.training)):
         for key, (one, other) in pairs.items():
             render.say(f"{title}: {key}: {_short(one)} -> {_short(other)}")

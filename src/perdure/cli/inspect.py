@@ -24,7 +24,10 @@ _SHOWN = 20
 @click.option("--section", type=click.Choice(SECTIONS), help="The tensors of one section only.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document, with every tensor.")
 def command(path: Path, everything: bool, section: Section | None, as_json: bool) -> None:
-    """Shows progress, writer and tensors of PATH: an iteration directory, or a root (what a resume would take)."""
+    """Shows progress, writer and tensors of PATH: an iteration directory, or a root (what a resume would take).
+
+    Checkpoints of MindSpore Transformers and Hugging Face directories are shown too.
+    """
     checkpoint = Checkpoint(path)
     for warning in checkpoint.warnings:
         render.warn(warning)
@@ -41,6 +44,11 @@ def _document(checkpoint: Checkpoint, sections: list[Section]) -> dict[str, Any]
     metadata = checkpoint.metadata
     return {
         "path": checkpoint.path,
+        "kind": checkpoint.kind,
+        "writer": checkpoint.writer,
+        "iteration": checkpoint.iteration,
+        "ranks": checkpoint.ranks,
+        "bytes": checkpoint.size,
         "commit": msgspec.to_builtins(checkpoint.commit),
         "common": msgspec.to_builtins(checkpoint.common),
         "training": metadata.training,
@@ -62,24 +70,40 @@ def _document(checkpoint: Checkpoint, sections: list[Section]) -> dict[str, Any]
 
 
 def _show_head(checkpoint: Checkpoint) -> None:
-    commit, common, training = checkpoint.commit, checkpoint.common, checkpoint.metadata.training
-    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(commit.time))
-    parent = f"after save {commit.parent}" if commit.parent else "the first"
-    lines = [
-        ("path", checkpoint.path),
-        ("step", render.human_count(common.global_step)),
-        ("samples", f"{render.human_count(common.consumed_samples)}, {common.global_batch_size} per step"),
-        ("epoch", f"{common.epoch_num}, step {common.step_num} of it"),
-        ("loss scale", f"{common.loss_scale:g}"),
-        ("healthy", "yes" if commit.healthy else "no"),
-        ("saved", f"{saved} by {commit.writer} on {commit.ranks} rank{'s' if commit.ranks != 1 else ''}"),
-        ("run", f"{commit.lineage}, save {commit.sequence} ({parent}), attempt {commit.attempt}"),
-        ("size", f"{render.human_bytes(commit.size)} in {len(checkpoint.metadata.files)} shard files"),
-    ]
+    lines = [("path", checkpoint.path), *_progress(checkpoint), *_origin(checkpoint)]
+    training = checkpoint.metadata.training
     lines += [(str(k), _short(v)) for k, v in training.items() if isinstance(v, str | int | float | bool | list | dict)]
     width = max(len(k) for k, _ in lines)
     for key, value in lines:
         render.say(f"{key:<{width}}  {value}")
+
+
+def _progress(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    common = checkpoint.common
+    if common is None:
+        return [("step", "unknown: weights can be taken from it, a run cannot be resumed")]
+    samples = f"{render.human_count(common.consumed_samples)}, {common.global_batch_size} per step"
+    return [
+        ("step", render.human_count(common.global_step)),
+        ("samples", "unknown" if common.position_unknown else samples),
+        ("epoch", f"{common.epoch_num}, step {common.step_num} of it"),
+        ("loss scale", f"{common.loss_scale:g}"),
+        ("healthy", "yes" if checkpoint.healthy else "no"),
+    ]
+
+
+def _origin(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    commit, ranks = checkpoint.commit, f"{checkpoint.ranks} rank{'s' if checkpoint.ranks != 1 else ''}"
+    size = ("size", f"{render.human_bytes(checkpoint.size)} in {len(checkpoint.metadata.files)} shard files")
+    if commit is None:
+        return [("made by", f"{checkpoint.writer}{f' on {ranks}' if checkpoint.kind == 'mindformers' else ''}"), size]
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(commit.time))
+    parent = f"after save {commit.parent}" if commit.parent else "the first"
+    return [
+        ("saved", f"{saved} by {commit.writer} on {ranks}"),
+        ("run", f"{commit.lineage}, save {commit.sequence} ({parent}), attempt {commit.attempt}"),
+        size,
+    ]
 
 
 def _short(value: object) -> str:

@@ -10,8 +10,10 @@ import click
 
 from perdure.catalog.choose import locate
 from perdure.catalog.events import damage_marks
+from perdure.catalog.foreign import recognise
 from perdure.catalog.root import Iteration, Root, RootListing, TrackerReading
 from perdure.cli import render
+from perdure.cli.ls_foreign import show_foreign
 from perdure.errors import CheckpointNotFoundError
 
 __all__ = ["command"]
@@ -23,8 +25,13 @@ __all__ = ["command"]
 def command(root: Path, as_json: bool) -> None:
     """Lists the iterations under ROOT by the order in which they were saved.
 
-    `*` marks the one that the tracker names, which a resume takes.
+    `*` marks the one that the tracker names, which a resume takes. Roots of MindSpore Transformers and Hugging Face
+    directories are listed too; theirs don't tell in which order they were saved.
     """
+    kind = recognise(str(root))
+    if kind is not None:
+        show_foreign(root, kind, as_json)
+        return
     place = Root(root)
     listing, tracker = place.listing(), place.tracker()
     if not listing.iterations and not listing.uncommitted:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from perdure.catalog.verify import Report, verify
+from perdure.catalog.report import Report
+from perdure.catalog.verify import verify
 from perdure.cli import render
 
 __all__ = ["command"]

@@ -36,6 +36,11 @@ class CommonInfo(msgspec.Struct, frozen=True, kw_only=True):
     consumed_samples: int = 0
     ckpt_status: int = HEALTHY
 
+    @property
+    def position_unknown(self) -> bool:
+        """Whether steps were done of which neither the samples nor their number per step are known (made by others)."""
+        return self.global_step > 0 and self.consumed_samples == 0 and self.global_batch_size == 0
+
     def encode(self) -> bytes:
         """The bytes of common.json."""
         return encode(self)
