@@ -36,7 +36,6 @@ FEATURES_NOT_BUILT: dict[str, str] = {
     "checkpoint.save_trainable_only": "saving adapters alone",
     "checkpoint.base_load_path": "saving adapters alone",
     "checkpoint.staging_memory": "bounding the snapshot of an asynchronous save",
-    "monitor.health_checkpoint": "thresholds for the health of a checkpoint",
     "monitor.tensorboard": "TensorBoard",
     "monitor.train_state": "figures of each rank",
     "recompute": "recomputation of activations",

@@ -322,8 +322,11 @@ class HealthCheckpointConfig(Section):
     )
     global_norm_skip_time: Positive = Field(default=10, description="steps above a threshold before health is lost")
     on_spike: Literal["mark", "skip", "rollback"] = Field(
-        default="mark", description="a spike: mark the next checkpoint, skip the update too, or go back as well"
+        default="mark",
+        description="an abnormal step: mark what is saved until training has settled; skip the update; or go back to "
+        "the newest checkpoint before it, without its samples",
     )
+    max_rollbacks: Count = Field(default=10, description="times that a run goes back by itself before it stops")
 
 
 class TrainStateConfig(Section):

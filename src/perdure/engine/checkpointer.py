@@ -132,15 +132,7 @@ class Checkpointer:
             MismatchError: the checkpoint is of another model, optimizer or layout; nothing was changed.
             DamagedCheckpointError: the contents are not what was written, and no sound parent is left.
         """
-        restore = Restore(
-            self.config,
-            self._live,
-            self._save_root,
-            self.ranks,
-            restore_settings=self._restore_settings,
-            say=self._say,
-        )
-        self.loaded = loaded = restore.run(checkpoint_path)
+        self.loaded = loaded = self._restore().run(checkpoint_path)
         if loaded is None:
             self._save_root.start_fresh()
             return Progress()
@@ -154,6 +146,47 @@ class Checkpointer:
             "load", path=loaded.path, step=loaded.progress.global_step, sequence=loaded.sequence, notes=loaded.notes
         )
         return Progress() if loaded.weights_only else loaded.progress
+
+    def go_back(self, position: int, **why: Any) -> Progress | None:
+        """Loads the newest healthy checkpoint of this run from before a stream position; the run goes on from there.
+
+        What was saved after it stays on disk as a branch, as after `perdure rewind`.
+
+        Args:
+            position: first sample that the checkpoint must not have seen.
+            why: goes into the event.
+
+        Returns:
+            The position to go on from; None, and nothing has changed, where there is no such checkpoint.
+
+        Raises:
+            SaveError: a background save was under way and failed.
+        """
+        self.wait()
+
+        def find() -> str:
+            found = self._save_root.earlier(position)
+            return found.dirname if found is not None else ""
+
+        dirname = self.ranks.decide(find, "looking for an earlier checkpoint", str)
+        if not dirname:
+            return None
+        self.loaded = loaded = self._restore().again(dirname)
+        step = loaded.progress.global_step
+        self.ranks.together(lambda: self._save_root.go_back_to(step, loaded.sequence), "moving the tracker")
+        self._last_saved = _position(loaded.progress)
+        self._save_root.event("rollback", to=step, sequence=loaded.sequence, **why)
+        return loaded.progress
+
+    def _restore(self) -> Restore:
+        return Restore(
+            self.config,
+            self._live,
+            self._save_root,
+            self.ranks,
+            restore_settings=self._restore_settings,
+            say=self._say,
+        )
 
     # ---- saving
 
@@ -247,7 +280,7 @@ class Checkpointer:
         identity = Identity(self.lineage, self._save_root.sequence, self.parent, self.attempt)
 
         def make() -> str:
-            self._save_root.check_room(sum(plan.bytes_of(r) for r in range(self.ranks.size)), progress.global_step)
+            self._save_root.check_room(plan.total_bytes, progress.global_step)
             staging = stage(self._save_root.root, progress.global_step, self.attempt, identity.sequence)
             return str(staging.path)
 

@@ -100,6 +100,14 @@ class Restore:
         loaded.seconds = time.monotonic() - started
         return loaded
 
+    def again(self, dirname: str) -> Loaded:
+        """Loads an iteration of the run's own root in full, or the sound one that it descends from."""
+        started = time.monotonic()
+        root = self._save_root.root
+        loaded = self._load_or_fall_back(root, self._iteration(root, dirname), named=False, weights_only=False)
+        loaded.seconds = time.monotonic() - started
+        return loaded
+
     def _find(self, checkpoint_path: str | None) -> dict[str, Any]:
         """Which iteration to load, or {} for a fresh start; decided on rank 0."""
         config, path = self._config, checkpoint_path or self._config.load_path

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from perdure.catalog.events import append_event, damage_marks, read_events
-from perdure.catalog.lineage import next_sequence
+from perdure.catalog.lineage import ancestors, links, next_sequence
 from perdure.catalog.lock import RootLock
-from perdure.catalog.publish import recover
+from perdure.catalog.publish import recover, set_tracker
 from perdure.catalog.retention import keep, remove
 from perdure.catalog.root import Iteration, Root
 from perdure.config.schema import CheckpointConfig
@@ -92,6 +92,27 @@ class SaveRoot:
         self.lineage = lineage or self._ranks.decide(lambda: uuid.uuid4().hex[:16], "starting a lineage", str)
         self.parent = sequence
         self.sequence = self._ranks.decide(following, "numbering the saves", int)
+
+    def earlier(self, position: int) -> Iteration | None:
+        """The nearest healthy iteration that this run descends from and whose samples end at `position` or before."""
+        iterations = self.iterations()
+        known = links(iterations, read_events(self.root) if iterations else [])
+        line = ancestors(iterations, self.lineage, self.parent, known)
+        damaged = self.damaged(self.root) if iterations else set()
+        return next(
+            (
+                i
+                for i in line
+                if i.commit.healthy and i.commit.consumed_samples <= position and i.commit.digest not in damaged
+            ),
+            None,
+        )
+
+    def go_back_to(self, iteration: int, sequence: int) -> None:
+        """The next save descends from an earlier one, which the tracker names from now on."""
+        self.parent = sequence
+        if self._ranks.is_first and self._config.enable_save:
+            set_tracker(self.root, iteration)
 
     def iterations(self) -> list[Iteration]:
         """The committed iterations here; none where the root does not exist yet."""

@@ -107,8 +107,8 @@ def _keep_ratios(optimizer: Any, peak: float) -> None:
         group.setdefault("lr_ratio", float(group["lr"]) / peak if peak else 1.0)
 
 
-def loader(config: TrainConfig, dataset: Any, mesh: Mesh) -> ResumableLoader:
-    """The loader over the training data."""
+def loader(config: TrainConfig, dataset: Any, mesh: Mesh, left_out: Sequence[tuple[int, int]] = ()) -> ResumableLoader:
+    """The loader over the training data; `left_out` are ranges to skip beside `training.skip_ranges`."""
     section, training = config.train_dataset, config.training
     return ResumableLoader(
         dataset,
@@ -117,7 +117,7 @@ def loader(config: TrainConfig, dataset: Any, mesh: Mesh) -> ResumableLoader:
         seed=training.seed,
         rank=mesh.data_rank,
         ranks=mesh.data_ranks,
-        skip_ranges=training.skip_ranges,
+        skip_ranges=[*training.skip_ranges, *left_out],
         rampup=training.rampup_batch_size,
         num_workers=section.num_parallel_workers,
         prefetch=max(section.prefetch_size, 1),

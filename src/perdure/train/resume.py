@@ -40,10 +40,14 @@ class Wish:
 
 @dataclass
 class ResumePoint:
-    """Where training goes on; `notes` belong into the resume line, `warnings` on lines of their own."""
+    """Where training goes on; `notes` belong into the resume line, `warnings` on lines of their own.
+
+    `data_afresh` says that positions are those of other data than before.
+    """
 
     global_step: int
     consumed_samples: int
+    data_afresh: bool = False
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -76,7 +80,7 @@ def resume_point(saved: Progress, training: Mapping[str, Any], wish: Wish, datas
     if local != wish.local_batch_size:
         point.notes.append("the same samples, but other random draws in the model (local_batch_size has changed)")
     if "ignore_data_skip" in fresh_wishes:
-        point.consumed_samples = 0
+        point.consumed_samples, point.data_afresh = 0, True
         point.notes.append("data start afresh (ignore_data_skip)")
     if "data_skip_steps" in fresh_wishes:
         point.consumed_samples += wish.data_skip_steps * wish.global_batch_size

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from perdure.catalog.lock import RootLock
 from perdure.config.load import dump_config, load_config, load_config_mapping
 from perdure.config.ranks import check_ranks
 from perdure.config.schema import TrainConfig
 from perdure.data.loader import StepBatch
-from perdure.engine.checkpointer import Checkpointer
+from perdure.engine.checkpointer import Checkpointer, Loaded
+from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
-from perdure.errors import PerdureError, RootLockedError, TrainingError, UsageError
-from perdure.format.common import HEALTHY, UNHEALTHY
+from perdure.errors import PerdureError, TrainingError
 from perdure.optim.scaler import LossScaler
 from perdure.parallel.apply import parallelize
 from perdure.parallel.mesh import make_mesh
@@ -28,11 +27,13 @@ from perdure.train import build
 from perdure.train.callbacks.base import Callback
 from perdure.train.console import Console
 from perdure.train.evaluate import Evaluation
-from perdure.train.history import History, number
+from perdure.train.health import HealthMonitor, Verdict
+from perdure.train.logbook import Logbook, header_of
 from perdure.train.resume import Wish, changed_settings, resume_point
+from perdure.train.rollback import LeftOut
 from perdure.train.state import TrainerState
 from perdure.train.step import LossFunction, TrainStep, next_token_loss
-from perdure.train.stop import StopRequest
+from perdure.train.stop import Stopped, StopRequest, listen
 
 __all__ = ["Trainer"]
 
@@ -96,10 +97,7 @@ class Trainer:
             self.ranks.together(lambda: self._open_histories(stack), "opening the histories")
             self._hook("on_train_begin")
             self.console.begin(self.state.global_step)
-            for batch in self.loader.take(self.state.steps - self.state.global_step):
-                self._step(batch, stop)
-                if self.state.stop_signal:
-                    break
+            self._run(stop)
             self._finish()
         return self.state
 
@@ -119,11 +117,13 @@ class Trainer:
         self.optimizer, self._rate = build.optimizer_and_schedule(config, self.model, self.optimizer, self.mesh)
         self.scaler = LossScaler.for_dtypes(*(p.dtype for p in self.model.parameters()))
         self.loader = build.loader(config, self.train_dataset, self.mesh)
-        stack.callback(self.loader.close)
+        stack.callback(lambda: self.loader.close())
+        self._left_out = LeftOut()
+        self.health = HealthMonitor(config.monitor.health_checkpoint)
         self._evaluation = self._build_evaluation(stack)
         self._callbacks = build.callbacks(config, self._callbacks)
         self._settings = build.settings_of(config, self.optimizer)
-        self._ledger: History | None = None
+        self._logbook = Logbook(config.output_dir, writes=self.ranks.is_first, say=self.console.say)
         self.checkpointer = stack.enter_context(
             Checkpointer(
                 config.checkpoint,
@@ -134,7 +134,7 @@ class Trainer:
                 restore_settings=False,
                 ranks=self.ranks,
                 default_path=os.path.join(config.output_dir, "checkpoint"),
-                before_commit=lambda: self._ledger.sync() if self._ledger is not None else (0, ""),
+                before_commit=self._logbook.sync,
                 say=self.console.say,
             )
         )
@@ -149,6 +149,7 @@ class Trainer:
             seed=training.seed,
             max_norm=training.max_norm,
             skip_non_finite=training.use_skip_step_on_nan,
+            health=self.health,
         )
 
     def _build_evaluation(self, stack: contextlib.ExitStack) -> Evaluation | None:
@@ -191,20 +192,26 @@ class Trainer:
     # ---- resuming
 
     def _resume(self, checkpoint_path: str | None) -> None:
-        """Loads what there is to load, and puts state, data and loss scale where it left off."""
+        """Loads what there is to load, and goes on from there."""
         state, training = self.state, self.config.training
         saved = self.checkpointer.load(checkpoint_path)
-        loaded = self.checkpointer.loaded
         state.steps, state.attempt = training.steps, self.checkpointer.attempt
         state.global_batch_size, state.dataset_length = training.global_batch_size, self.loader.length
-        if loaded is None:
-            return
+        if self.checkpointer.loaded is not None:
+            self._go_on_from(self.checkpointer.loaded, saved)
+
+    def _go_on_from(self, loaded: Loaded, saved: Progress) -> None:
+        """Puts state, data, health and loss scale where the checkpoint left them, and says so."""
+        state = self.state
         notes = list(loaded.notes)
         if loaded.weights_only:
             notes.append("weights only: step 0, first sample, fresh optimizer")
         else:
             point = resume_point(saved, loaded.training, self._wish(), self.loader.identity())
             state.global_step, state.consumed_samples = point.global_step, point.consumed_samples
+            state.skipped_steps, state.consecutive_skipped_steps = loaded.training.get("skipped_steps", (0, 0))
+            self.health.load_state_dict(loaded.training.get("health", {}))
+            self._leave_out(LeftOut() if point.data_afresh else LeftOut.of(loaded.training))
             self.loader.set_init_step(state.global_step)
             if self.loader.consumed_samples != state.consumed_samples:
                 self.loader.seek(state.consumed_samples)
@@ -235,9 +242,17 @@ class Trainer:
             "settings": self._settings,
             "applied": self._wish().one_shot,
             "loss_scale_good_steps": self.scaler.good_steps,
+            "health": self.health.state_dict(),
+            "skipped_steps": [self.state.skipped_steps, self.state.consecutive_skipped_steps],
+            "left_out": self._left_out.record(),
         }
 
     # ---- training
+
+    def _run(self, stop: StopRequest) -> None:
+        self._batches = self.loader.take(self.state.steps - self.state.global_step)
+        while not (self.state.finished or self.state.stop_signal):
+            self._step(next(self._batches), stop)
 
     def _step(self, batch: StepBatch, stop: StopRequest) -> None:
         state = self.state
@@ -248,13 +263,16 @@ class Trainer:
         base = self._rate(state.global_step, state.consumed_samples, size)
         result = self._run_step.run(batch, size, lambda group: base * group.get("lr_ratio", 1.0), lambda: stop.signal)
         seconds = max(time.monotonic() - began, 1e-9)
+        state.stop_signal = result.stop
+        if result.verdict.go_back and self._go_back(batch, result.verdict):
+            return
         state.advance(size, batch.last - batch.first)
         state.loss, state.grad_norm, state.learning_rate = result.loss, result.grad_norm, base
         state.loss_scale = self.scaler.scale
-        state.ckpt_status = HEALTHY if result.finite and result.loss == result.loss else UNHEALTHY
-        state.stop_signal = result.stop
+        state.ckpt_status = result.verdict.ckpt_status
+        self._tell_health(result.verdict, result.applied)
         self._count_skipped(result.applied)
-        self._record(batch, result.tokens, result.tokens / seconds, result.id_sum)
+        self._record(batch, result.tokens / seconds, result.id_sum)
         self._evaluate()
         self._hook("on_step_end")
         if self.checkpointer.step(state):
@@ -266,10 +284,7 @@ class Trainer:
         if self._evaluation is None or state.global_step % every or self.model is None:
             return
         state.eval_loss = self._evaluation.run(self.model)
-        if self._metrics is not None:
-            self._metrics.write(
-                {"step": state.global_step, "eval_loss": number(state.eval_loss), "attempt": state.attempt}
-            )
+        self._logbook.evaluation(state)
         self.console.say(f"step {state.global_step}: evaluation loss {state.eval_loss:.4f}")
 
     def _count_skipped(self, applied: bool) -> None:
@@ -281,38 +296,58 @@ class Trainer:
         state.consecutive_skipped_steps += 1
         if limit and state.consecutive_skipped_steps >= limit:
             raise TrainingError(
-                f"step {state.global_step}: {limit} updates in a row were left out because gradients were not finite",
+                f"step {state.global_step}: {limit} updates in a row were left out because gradients were not finite "
+                "or spiked",
                 hint="resume from an earlier iteration with a lower learning rate, or with training.skip_ranges",
             )
 
-    def _record(self, batch: StepBatch, tokens: int, speed: float, id_sum: int) -> None:
-        if self._metrics is None or self._ledger is None:
-            return
-        state, positions = self.state, [batch.first, batch.last]
-        self._ledger.write(
-            {
-                "attempt": state.attempt,
-                "step": state.global_step,
-                "global_batch_size": state.global_batch_size,
-                "samples": positions,
-                "ids": f"{id_sum:016x}",
-            }
-        )
-        self._metrics.write(
-            {
-                "step": state.global_step,
-                "loss": number(state.loss),
-                "learning_rate": state.learning_rate,
-                "grad_norm": number(state.grad_norm),
-                "global_batch_size": state.global_batch_size,
-                "consumed_samples": state.consumed_samples,
-                "samples": positions,
-                "tokens_per_second": round(speed, 1),
-                "attempt": state.attempt,
-                "stall_s": round(self.checkpointer.last_stall_s, 4),
-                "save_s": round(self.checkpointer.last_save_s, 4),
-            }
-        )
+    def _record(self, batch: StepBatch, speed: float, id_sum: int) -> None:
+        figures = {
+            "tokens_per_second": round(speed, 1),
+            "stall_s": round(self.checkpointer.last_stall_s, 4),
+            "save_s": round(self.checkpointer.last_save_s, 4),
+        }
+        self._logbook.step(self.state, (batch.first, batch.last), id_sum, figures)
+
+    # ---- health
+
+    def _tell_health(self, verdict: Verdict, applied: bool) -> None:
+        if verdict.why:
+            left = "" if applied else "; its update was left out"
+            self.console.say(f"warning: step {self.state.global_step}: {verdict.why}{left}")
+
+    def _go_back(self, batch: StepBatch, verdict: Verdict) -> bool:
+        """Returns to the newest checkpoint before the samples that went wrong, which are left out from now on.
+
+        False, and nothing has changed, where there is no such checkpoint.
+        """
+        state, wrong = self.state, self._left_out.with_next(verdict.onset, batch.last)
+        limit = self.config.monitor.health_checkpoint.max_rollbacks
+        step, (first, last) = state.global_step + 1, wrong.ranges[-1]
+        if len(wrong.ranges) > limit:
+            raise TrainingError(
+                f"step {step}: {verdict.why}, and the run has gone back {limit} times already",
+                hint="look at the data and the learning rate; monitor.health_checkpoint.max_rollbacks allows more",
+            )
+        saved = self.checkpointer.go_back(first, step=step, left_out=[first, last], why=verdict.why)
+        loaded = self.checkpointer.loaded
+        if saved is None or loaded is None:
+            self.console.say(f"warning: step {step}: there is no healthy checkpoint before it to go back to")
+            return False
+        self.console.say(f"step {step}: {verdict.why}; going back, without samples {first} to {last - 1}")
+        self._left_out = wrong
+        self._go_on_from(loaded, saved)
+        self._batches = self.loader.take(state.steps - state.global_step)
+        self._logbook.go_on({**header_of(state, self.checkpointer, self._left_out.ranges), "why": verdict.why})
+        self._hook("on_rollback")
+        return True
+
+    def _leave_out(self, left_out: LeftOut) -> None:
+        """A loader that leaves out these samples and those found in this process."""
+        self._left_out = left_out | self._left_out
+        if self._left_out.ranges:
+            self.loader.close()
+            self.loader = build.loader(self.config, self.train_dataset, self.mesh, self._left_out.ranges)
 
     def _finish(self) -> None:
         """The last save, awaited; a stop by a signal is one more reason for it."""
@@ -326,55 +361,14 @@ class Trainer:
         where = f"; saved below {self.checkpointer.path}" if self.config.checkpoint.enable_save else ""
         self.console.say(f"step {state.global_step} of {state.steps}, loss {state.loss:.4f}{where}")
 
-    # ---- what is written beside checkpoints
-
     def _open_histories(self, stack: contextlib.ExitStack) -> None:
-        """The resolved configuration, metrics and ledger of this attempt, on rank 0."""
-        self._metrics: History | None = None
-        if not self.ranks.is_first:
-            return
-        directory, state = self.config.output_dir, self.state
-        try:
-            os.makedirs(directory, exist_ok=True)
-            self._lock_output(stack, directory)
-            with open(os.path.join(directory, f"config-{state.attempt}.yaml"), "w", encoding="utf-8") as file:
-                file.write(dump_config(self.config))
-        except RootLockedError:
-            raise
-        except OSError as error:
-            raise UsageError(
-                f"output_dir: {directory} cannot be written: {error.strerror}", hint="name another output_dir"
-            ) from error
-        loaded = self.checkpointer.loaded
-        goes_on = loaded if loaded is not None and not loaded.weights_only else None
-        header = {
-            "attempt": state.attempt,
-            "resumed": self.checkpointer.parent or None,
-            "parent_attempt": goes_on.attempt if goes_on else "",
-            "parent_samples": goes_on.progress.consumed_samples if goes_on else 0,
-            "lineage": self.checkpointer.lineage,
-            "step": state.global_step,
-            "consumed_samples": state.consumed_samples,
-            "time": time.time(),
-        }
-        say = self.console.say
-        self._metrics = History(os.path.join(directory, "metrics.jsonl"), header, warn=say)
-        self._ledger = History(os.path.join(directory, "ledger.jsonl"), header, digest=True, warn=say)
-        stack.callback(self._metrics.close)
-        stack.callback(self._ledger.close)
-
-    def _lock_output(self, stack: contextlib.ExitStack, directory: str) -> None:
-        """Two runs must not write one history; a save root that is this directory itself is locked already."""
-        if self.config.checkpoint.enable_save and os.path.realpath(directory) == os.path.realpath(
-            self.checkpointer.path
-        ):
-            return
-        try:
-            stack.callback(RootLock.acquire(directory, attempt=self.state.attempt).release)
-        except RootLockedError as error:
-            raise RootLockedError(
-                error.message, hint="wait for it or stop it; or give this run another output_dir"
-            ) from None
+        self._logbook.open(
+            stack,
+            header_of(self.state, self.checkpointer, self._left_out.ranges),
+            dump_config(self.config),
+            attempt=self.state.attempt,
+            locked_already=self.checkpointer.path if self.config.checkpoint.enable_save else None,
+        )
 
     def _hook(self, name: str) -> None:
         for callback in self._callbacks:

@@ -29,5 +29,8 @@ class Callback:
     def on_save(self, trainer: Any, state: TrainerState) -> None:
         """A save of this step was started (or, without `async_save`, is committed)."""
 
+    def on_rollback(self, trainer: Any, state: TrainerState) -> None:
+        """The run has gone back to an earlier checkpoint; `state` is what it holds, no step having run since."""
+
     def on_train_end(self, trainer: Any, state: TrainerState) -> None:
         """The run ends: its target is reached, or it was asked to stop."""

@@ -1,0 +1,145 @@
+"""What a run writes beside its checkpoints: the attempt's configuration, metrics.jsonl and ledger.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from perdure.catalog.lock import RootLock
+from perdure.engine.checkpointer import Checkpointer
+from perdure.errors import RootLockedError, UsageError
+from perdure.train.history import History, number
+from perdure.train.state import TrainerState
+
+__all__ = ["Logbook", "header_of"]
+
+
+def header_of(state: TrainerState, checkpointer: Checkpointer, left_out: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """The line that begins an attempt, or what follows a return to an earlier checkpoint.
+
+    It says from which attempt's save the lines after it go on, at which position, and (`left_out`) which
+    stream positions the run leaves out beside the configured ones.
+    """
+    loaded = checkpointer.loaded
+    goes_on = loaded if loaded is not None and not loaded.weights_only else None
+    return {
+        "attempt": state.attempt,
+        "resumed": checkpointer.parent or None,
+        "parent_attempt": goes_on.attempt if goes_on else "",
+        "parent_samples": goes_on.progress.consumed_samples if goes_on else 0,
+        "lineage": checkpointer.lineage,
+        "step": state.global_step,
+        "consumed_samples": state.consumed_samples,
+        "left_out": [list(pair) for pair in left_out],
+        "time": time.time(),
+    }
+
+
+class Logbook:
+    """The histories of one attempt; nothing is written before `open`, nor ever on ranks but the first.
+
+    Args:
+        directory: `output_dir`.
+        writes: whether this is the rank that writes.
+        say: is told when lines must wait for room.
+    """
+
+    def __init__(self, directory: str, *, writes: bool, say: Callable[[str], None]) -> None:
+        self._directory, self._writes, self._say = directory, writes, say
+        self._metrics: History | None = None
+        self._ledger: History | None = None
+
+    def open(
+        self,
+        stack: contextlib.ExitStack,
+        header: dict[str, Any],
+        config: str,
+        *,
+        attempt: str,
+        locked_already: str | None = None,
+    ) -> None:
+        """Locks `output_dir`, keeps the resolved configuration and begins the histories.
+
+        Args:
+            locked_already: a directory that this run holds anyway.
+
+        Raises:
+            UsageError: `output_dir` cannot be written.
+            RootLockedError: another run writes there.
+        """
+        if not self._writes:
+            return
+        directory = self._directory
+        try:
+            os.makedirs(directory, exist_ok=True)
+            if locked_already is None or os.path.realpath(directory) != os.path.realpath(locked_already):
+                stack.callback(_lock(directory, attempt).release)
+            with open(os.path.join(directory, f"config-{attempt}.yaml"), "w", encoding="utf-8") as file:
+                file.write(config)
+        except RootLockedError:
+            raise
+        except OSError as error:
+            raise UsageError(
+                f"output_dir: {directory} cannot be written: {error.strerror}", hint="name another output_dir"
+            ) from error
+        self._metrics = History(os.path.join(directory, "metrics.jsonl"), header, warn=self._say)
+        self._ledger = History(os.path.join(directory, "ledger.jsonl"), header, digest=True, warn=self._say)
+        stack.callback(self._metrics.close)
+        stack.callback(self._ledger.close)
+
+    def go_on(self, header: dict[str, Any]) -> None:
+        """What follows is that of a run which has gone back to an earlier checkpoint."""
+        for history in (self._metrics, self._ledger):
+            if history is not None:
+                history.write(header)
+
+    def step(self, state: TrainerState, samples: tuple[int, int], id_sum: int, figures: dict[str, Any]) -> None:
+        """A step is done; `figures` are those beside what `state` knows."""
+        if self._metrics is None or self._ledger is None:
+            return
+        self._ledger.write(
+            {
+                "attempt": state.attempt,
+                "step": state.global_step,
+                "global_batch_size": state.global_batch_size,
+                "samples": samples,
+                "ids": f"{id_sum:016x}",
+            }
+        )
+        self._metrics.write(
+            {
+                "step": state.global_step,
+                "loss": number(state.loss),
+                "learning_rate": state.learning_rate,
+                "grad_norm": number(state.grad_norm),
+                "global_batch_size": state.global_batch_size,
+                "consumed_samples": state.consumed_samples,
+                "samples": samples,
+                "attempt": state.attempt,
+                **figures,
+            }
+        )
+
+    def evaluation(self, state: TrainerState) -> None:
+        """An evaluation is done."""
+        if self._metrics is not None:
+            self._metrics.write(
+                {"step": state.global_step, "eval_loss": number(state.eval_loss), "attempt": state.attempt}
+            )
+
+    def sync(self) -> tuple[int, str]:
+        """Makes the ledger durable; its length and digest, 0 and "" without one."""
+        return self._ledger.sync() if self._ledger is not None else (0, "")
+
+
+def _lock(directory: str, attempt: str) -> RootLock:
+    """Two runs must not write one history."""
+    try:
+        return RootLock.acquire(directory, attempt=attempt)
+    except RootLockedError as error:
+        raise RootLockedError(
+            error.message, hint="wait for it or stop it; or give this run another output_dir"
+        ) from None
