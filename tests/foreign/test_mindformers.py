@@ -279,6 +279,37 @@ def test_no_common_json_is_an_error_on_a_full_resume(tmp_path: Path) -> None:
         load(root, model, optimizer_of(model), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("lost", "refused"),
+    [
+        (("global_batch_size", "consumed_samples"), True),
+        (("consumed_samples",), False),
+        (("global_batch_size",), False),
+    ],
+)
+@pytest.mark.parametrize("how", ["missing", "null"])
+def test_an_unknown_place_in_the_data_is_never_taken_for_the_first_sample(
+    lost: tuple[str, ...], refused: bool, how: str, tmp_path: Path
+) -> None:
+    root = copied("single_bf16_adamw", tmp_path)
+    file = root / "iteration_00000006" / "common.json"
+    table = json.loads(file.read_text())
+    table = {k: v for k, v in table.items() if k not in lost} | ({k: None for k in lost} if how == "null" else {})
+    file.chmod(0o600)
+    file.write_text(json.dumps(table))
+    model = Toy()
+    if refused:
+        with pytest.raises(MismatchError, match=r"common\.json without batch size and samples") as caught:
+            load(root, model, optimizer_of(model), tmp_path)
+        assert "no_load_optim" in str(caught.value.hint)
+        assert all(bool((p == 7).all()) for p in model.parameters())
+        load(root, model, optimizer_of(model), tmp_path, no_load_optim=True)
+        assert equal(model.get_parameter("output_layer.weight"), truth("single_bf16_adamw")["output_layer.weight"])
+    else:
+        progress, _, _ = load(root, model, optimizer_of(model), tmp_path)
+        assert (progress.global_step, progress.consumed_samples) == (6, 24)
+
+
 def test_a_tensor_lost_from_the_model_changes_nothing(tmp_path: Path) -> None:
     root = copied("dist4_fsdp2_tp2", tmp_path)
     file = root / "iteration_00000006" / "metadata.json"

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from perdure.catalog.choose import choose, fallback, locate
+from perdure.catalog.choose import fallback
 from perdure.catalog.events import mark_damaged
-from perdure.catalog.foreign import WRITERS, ForeignContent, ForeignKind, choose_foreign, read_foreign, recognise
+from perdure.catalog.foreign import WRITERS, ForeignContent, ForeignKind, read_foreign
 from perdure.catalog.read import IterationContent, ShardFiles, open_shards, read_iteration
 from perdure.catalog.root import Iteration, Root
 from perdure.config.schema import CheckpointConfig
+from perdure.engine.find import find_checkpoint
 from perdure.engine.live import Live
 from perdure.engine.load import LoadPlan
 from perdure.engine.progress import Progress
@@ -27,7 +28,7 @@ from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, Mism
 from perdure.format.common import CommonInfo
 from perdure.format.metadata import CheckpointMetadata
 from perdure.format.mindformers import check_resumable
-from perdure.format.names import COMMON, parse_iteration_dirname
+from perdure.format.names import COMMON
 from perdure.format.rename import parse_rules, rename
 from perdure.state.model import model_tensors, parameter_names
 
@@ -86,7 +87,11 @@ class Restore:
                 "checkpoint.load_balanced: not built yet for several ranks",
                 hint="leave it False: each rank then reads just the ranges that it needs",
             )
-        found = self._ranks.decide(lambda: self._find(checkpoint_path), "looking for a checkpoint", dict[str, Any])
+        found = self._ranks.decide(
+            lambda: find_checkpoint(self._config, self._save_root, checkpoint_path),
+            "looking for a checkpoint",
+            dict[str, Any],
+        )
         if not found:
             return None
         for warning in found["warnings"]:
@@ -107,58 +112,6 @@ class Restore:
         loaded = self._load_or_fall_back(root, self._iteration(root, dirname), named=False, weights_only=False)
         loaded.seconds = time.monotonic() - started
         return loaded
-
-    def _find(self, checkpoint_path: str | None) -> dict[str, Any]:
-        """Which iteration to load, or {} for a fresh start; decided on rank 0."""
-        config, path = self._config, checkpoint_path or self._config.load_path
-        own, storage = self._save_root.iterations(), self._save_root.root.storage
-        kind = recognise(path, storage) if path else None
-        if config.auto_resume:
-            inside = bool(path) and self._save_root.contains(path)
-            if inside and parse_iteration_dirname(os.path.basename(os.path.normpath(path))) is not None:
-                raise UsageError(
-                    f"{path} names one iteration of the root that auto_resume would continue",
-                    hint=f"perdure rewind {self._save_root.root.path} --to N, then start again with auto_resume",
-                )
-            if own:
-                return self._choice(self._save_root.root, None, weights_only=False)
-            here = inside and os.path.abspath(path) == self._save_root.root.path
-            if (here and kind is None) or (inside and not os.path.lexists(path)):
-                return {}
-        if not path:
-            return {}
-        if kind is not None:
-            foreign = choose_foreign(path, kind, storage, load_healthy=config.load_healthy)
-            return {
-                "root": foreign.root,
-                "path": foreign.path,
-                "kind": kind,
-                "warnings": foreign.warnings,
-                "weights_only": config.no_load_optim,
-            }
-        try:
-            located = locate(path, storage)
-        except CheckpointNotFoundError as error:
-            raise CheckpointNotFoundError(
-                error.message,
-                hint=error.hint or "for a first start leave load_path empty, or set checkpoint.auto_resume=True",
-            ) from None
-        return self._choice(located.root, located.iteration, weights_only=config.no_load_optim)
-
-    def _choice(self, root: Root, named: Iteration | None, *, weights_only: bool) -> dict[str, Any]:
-        warnings: list[str] = []
-        if named is None:
-            choice = choose(root, load_healthy=self._config.load_healthy, exclude=self._save_root.damaged(root))
-            named, explicit, warnings = choice.iteration, False, choice.warnings
-        else:
-            explicit = True
-        return {
-            "root": root.path,
-            "dirname": named.dirname,
-            "named": explicit,
-            "warnings": warnings,
-            "weights_only": weights_only,
-        }
 
     def _iteration(self, root: Root, dirname: str) -> Iteration:
         return self._ranks.together(lambda: _by_name(root, dirname), "finding the checkpoint")
@@ -304,10 +257,12 @@ def _check_foreign(content: ForeignContent, where: str, weights_only: bool) -> N
             hint="to start from its weights only, set checkpoint.no_load_optim=True; a run that is to be resumed "
             "must have been saved with no_save_optim: False",
         )
-    if content.common is None:
+    if content.common is None or content.common.position_unknown:
+        lacks = f"has no {COMMON}" if content.common is None else f"has a {COMMON} without batch size and samples"
         raise MismatchError(
-            f"{where} has no {COMMON}, so its step and its samples are not known",
-            hint="to start from its weights only, set checkpoint.no_load_optim=True",
+            f"{where} {lacks}, so it is not known where in the data its run was",
+            hint="to start from its weights only, set checkpoint.no_load_optim=True; or write global_batch_size or "
+            f"consumed_samples into {os.path.join(where, COMMON)}",
         )
     check_resumable(content.metadata, where)
 
