@@ -75,7 +75,7 @@ class LoadPlan:
         for name in list(restore.missing_masters):
             record = weights.get(canonical.get(name, ""))
             if record is not None and record.dtype == "F32" and record.shape == tuple(view.masters[name].shape):
-                pieces = describe("optimizer", name, view.masters[name]).pieces
+                pieces = describe("optimizer", name, view.masters[name], values=False).pieces
                 self.fills.append(Fill("model", canonical[name], record, pieces))
                 restore.missing_masters.remove(name)
         replaced = {canonical[name] for name in restore.from_masters if name in canonical}

@@ -27,7 +27,7 @@ from perdure.format.metadata import Section, ShardRecord, TensorRecord
 from perdure.state.shards import Piece
 from perdure.storage.base import FileReader
 
-__all__ = ["Fill", "ShardSource", "read_tensors"]
+__all__ = ["Fill", "ShardSource", "bytes_to_read", "read_tensors"]
 
 SLAB = BLOCK
 
@@ -96,6 +96,26 @@ def read_tensors(
     return worker.bytes_read
 
 
+def bytes_to_read(fills: Iterable[Fill]) -> int:
+    """What `read_tensors` would read: for each shard that a piece meets, the digest blocks that it needs."""
+    total = 0
+    for fill in fills:
+        itemsize = BY_SAFETENSORS[fill.record.dtype].itemsize
+        for shard in _distinct(fill.record.shards):
+            overlaps = [o for p in fill.pieces if (o := _overlap(shard.box, p.box)) is not None]
+            end = 0
+            for part, first in _slabs(shard.box, overlaps, SLAB // itemsize):
+                begin, after = _blocks(first * itemsize, part.numel * itemsize, shard.box.numel * itemsize)
+                total += max(0, after - max(begin, end))
+                end = max(end, after)
+    return total
+
+
+def _blocks(start: int, size: int, total: int) -> tuple[int, int]:
+    """Where the whole digest blocks begin and end that bytes [start, start + size) of a shard lie in."""
+    return start // BLOCK * BLOCK, min(-(-(start + size) // BLOCK) * BLOCK, total)
+
+
 def _distinct(shards: list[ShardRecord]) -> Iterator[ShardRecord]:
     """Each box once: without `remove_redundancy` several files hold the same."""
     seen: set[Box] = set()
@@ -105,8 +125,13 @@ def _distinct(shards: list[ShardRecord]) -> Iterator[ShardRecord]:
             yield shard
 
 
+def _overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes share; a box without dimensions shares itself."""
+    return a if a == b else intersect(a, b)
+
+
 def _meets(a: Box, b: Box) -> bool:
-    return a == b or intersect(a, b) is not None
+    return _overlap(a, b) is not None
 
 
 class _Worker:
@@ -185,8 +210,7 @@ class _Window:
 
     def at(self, start: int, size: int) -> Tensor:
         """Shard bytes [start, start + size) as a view that holds until the next call; `start` never goes back."""
-        begin = start // BLOCK * BLOCK
-        end = min(-(-(start + size) // BLOCK) * BLOCK, self._total)
+        begin, end = _blocks(start, size, self._total)
         buffer = self._worker.slab(end - begin)
         kept = max(self._end - begin, 0)
         if kept and begin != self._begin:

@@ -17,12 +17,18 @@ _WRAPPERS = {
     "DataParallel": "module",
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
-    "FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
+# Its parameters are cuts of a flat buffer that do not say where they belong.
+_FLATTENING = "FullyShardedDataParallel"
 
 
 def _unwrap(module: nn.Module) -> nn.Module:
     while True:
+        if type(module).__name__ == _FLATTENING:
+            raise UnsupportedStateError(
+                f"model: {_FLATTENING} flattens its parameters, which leaves their names and places unknown",
+                hint="shard with torch.distributed.fsdp.fully_shard (FSDP2), which keeps both",
+            )
         inner = getattr(module, _WRAPPERS.get(type(module).__name__, ""), None)
         if not isinstance(inner, nn.Module):
             return module
@@ -70,8 +76,11 @@ def _identity(tensor: Tensor) -> tuple[object, ...]:
     return place if tensor.data_ptr() else (id(tensor),)
 
 
-def model_tensors(model: nn.Module) -> list[NamedTensor]:
+def model_tensors(model: nn.Module, *, values: bool = True) -> list[NamedTensor]:
     """Parameters and persistent buffers; a tensor known by several names appears once, with its aliases.
+
+    Args:
+        values: False also takes a model on the meta device, for what it would hold.
 
     Raises:
         UnsupportedStateError: one of them cannot be held in a checkpoint.
@@ -86,7 +95,7 @@ def model_tensors(model: nn.Module) -> list[NamedTensor]:
             aliases[name] = []
         else:
             aliases[canonical].append(name)
-    return [describe("model", name, t, tuple(aliases[name])) for name, t in tensors.items()]
+    return [describe("model", name, t, tuple(aliases[name]), values=values) for name, t in tensors.items()]
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

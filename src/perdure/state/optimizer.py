@@ -76,7 +76,7 @@ def collect_optimizer(view: OptimizerView) -> tuple[dict[str, Any], list[NamedTe
     values: dict[str, Any] = {}
     steps: dict[tuple[str, str], Any] = {}
     parameters = view.parameters()
-    _refuse_shared_state(view.optimizer)
+    _refuse_hidden_state(view.optimizer)
     for name, parameter in parameters:
         # Asked first: some states make an entry when they are asked for one, by `get` too.
         known = parameter in view.optimizer.state
@@ -116,8 +116,16 @@ def collect_optimizer(view: OptimizerView) -> tuple[dict[str, Any], list[NamedTe
     return {"type": view.type, "keys": keys, "groups": groups, "values": values}, tensors
 
 
-def _refuse_shared_state(optimizer: Any) -> None:
-    """State that belongs to no parameter has no name here."""
+def _refuse_hidden_state(optimizer: Any) -> None:
+    """State that belongs to no parameter has no name here; that of an optimizer inside another would be lost."""
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
+            raise UnsupportedStateError(
+                f"optimizer: {type(optimizer).__name__} keeps {type(inner).__name__} in its {name!r}, "
+                "with state of its own that would not be saved",
+                hint="let both share one `state`, keyed by parameter; to shard an optimizer over ranks, shard the "
+                "model with torch.distributed.fsdp.fully_shard",
+            )
     for key in optimizer.state:
         if not isinstance(key, Tensor):
             raise UnsupportedStateError(
@@ -230,7 +238,7 @@ def prepare_optimizer(
         own = f"{MASTER}.{name}"
         if own in records:
             _expect(own, records[own], tuple(master.shape))
-            restore.targets.append(describe("optimizer", own, master))
+            restore.targets.append(_target(own, master))
             claimed.add(own)
         else:
             restore.missing_masters.append(name)
@@ -238,7 +246,7 @@ def prepare_optimizer(
         own = f"{MASTER}.{name}"
         if name not in view.masters and own in records and parameter.dtype in (torch.float32, torch.float64):
             _expect(own, records[own], tuple(parameter.shape))
-            restore.targets.append(describe("optimizer", own, parameter))
+            restore.targets.append(_target(own, parameter))
             restore.from_masters.append(name)
             claimed.add(own)
     claimed.update(target.name for target in restore.targets)
@@ -267,6 +275,11 @@ def prepare_optimizer(
 
     restore.install = install
     return restore
+
+
+def _target(name: str, tensor: Tensor) -> NamedTensor:
+    """State to be filled; that of a model without values has none either, which the model itself is refused for."""
+    return describe("optimizer", name, tensor, values=False)
 
 
 def _step_sharers(
@@ -301,7 +314,7 @@ def _allocate(
             if reference not in records:
                 raise DamagedCheckpointError(f"optimizer: {own}: its tensor {reference[:300]!r} is not there")
             tensor = blank(records[reference], parameter.device)
-            restore.targets.append(describe("optimizer", reference, tensor))
+            restore.targets.append(_target(reference, tensor))
             return tensor
 
         state[key] = from_json(how["value"], inside, f"optimizer: {own}")
@@ -312,7 +325,7 @@ def _allocate(
     if how.get("kind") == "step":
         # Other programs count in whole numbers, maybe of shape [1]; torch in one float32 number.
         counter = torch.zeros(record.shape, dtype=torch.float32)
-        restore.targets.append(describe("optimizer", source, counter))
+        restore.targets.append(_target(source, counter))
         state[key] = counter
         finishers.append(lambda: state.__setitem__(key, counter.reshape(())))
         return
@@ -320,7 +333,7 @@ def _allocate(
     shape = record.shape[:-1] if record.logical.startswith("complex") else record.shape
     if how.get("kind") in ("int", "float"):
         number = torch.zeros((), dtype=dtype)
-        restore.targets.append(describe("optimizer", source, number))
+        restore.targets.append(_target(source, number))
         state[key] = number
         finishers.append(lambda: state.__setitem__(key, int(number) if how["kind"] == "int" else float(number)))
         return
@@ -331,7 +344,7 @@ def _allocate(
         device = "cpu" if how.get("kind") == "host" else parameter.device
         tensor = blank(record, device)
     state[key] = tensor
-    restore.targets.append(describe("optimizer", source, tensor))
+    restore.targets.append(_target(source, tensor))
 
 
 def _counters_to_device(parameters: list[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:

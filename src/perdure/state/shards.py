@@ -68,13 +68,18 @@ def held(tensor: Tensor) -> Tensor:
     return plain.view(torch.uint8) if how.is_view else plain
 
 
-def describe(section: Section, name: str, tensor: Tensor, aliases: tuple[str, ...] = ()) -> NamedTensor:
+def describe(
+    section: Section, name: str, tensor: Tensor, aliases: tuple[str, ...] = (), *, values: bool = True
+) -> NamedTensor:
     """A live tensor (plain or DTensor) as a `NamedTensor`.
+
+    Args:
+        values: whether values matter; False lets one of the meta device pass, which has a layout only.
 
     Raises:
         UnsupportedStateError: its kind cannot be held in a checkpoint; the name is given.
     """
-    _refuse(section, name, tensor)
+    _refuse(section, name, tensor, values)
     shape, pieces = local_pieces(tensor)
     how = BY_TORCH[dtype_name(tensor.dtype)]
     tail = (2,) if how.trailing == 2 else ()
@@ -93,7 +98,7 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _refuse(section: Section, name: str, tensor: Tensor) -> None:
+def _refuse(section: Section, name: str, tensor: Tensor, values: bool) -> None:
     why = None
     if is_lazy(tensor):
         why = "it is not initialised yet (a lazy module that has seen no input)"
@@ -103,7 +108,7 @@ def _refuse(section: Section, name: str, tensor: Tensor) -> None:
         why = f"its layout is {layout_name(tensor)}"
     elif tensor.is_quantized:
         why = "it is quantized"
-    elif tensor.device.type == "meta":
+    elif values and tensor.device.type == "meta":
         why = "it is on the meta device, without values"
     elif dtype_name(tensor.dtype) not in BY_TORCH:
         why = f"its dtype is {dtype_name(tensor.dtype)}, which safetensors cannot hold"
