@@ -1,28 +1,35 @@
 """One shard file, streamed from tensor memory to disk with its digests, in bounded memory.
 
-The thread that calls copies tensors, in file order, into a few aligned buffers and digests them there,
-so that a digest always speaks of the bytes that were written; two threads write full buffers. Small
-tensors share a buffer and a write; a large one is never held whole.
+The file is cut into aligned chunks. Each worker takes the next one, copies it together in a buffer of its
+own, digests it there (so that a digest always speaks of the bytes that were written) and writes it: some
+copy while others write, small tensors share a write, and a large one is never held whole. A shard that
+spans chunks hands its digest on from one to the next. What has been staged already is written from there.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from perdure.engine.priority import lower_priority
 from perdure.format.digest import ShardDigester, digest_bytes
 from perdure.format.metadata import FileRecord
 from perdure.format.safetensors import ALIGNMENT, header_bytes, lay_out
 from perdure.storage.base import FileWriter, Storage
+from perdure.storage.memory import address_of, aligned
 
-__all__ = ["FileEntry", "WriteBuffers", "WrittenFile", "memory_of", "write_file", "write_tensors"]
+__all__ = ["CHUNK", "FileEntry", "FileWrite", "WriteBuffers", "WrittenFile", "memory_of", "write_file", "write_tensors"]
 
-CHUNK = 8 << 20
+CHUNK = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -43,11 +50,20 @@ class WrittenFile:
 
 
 class WriteBuffers:
-    """Aligned buffers and the threads that write them: made once, used for every save."""
+    """Aligned buffers and the threads that fill and write them: made once, used for every save.
 
-    def __init__(self, count: int = 4, threads: int = 2) -> None:
-        self.buffers = [mmap.mmap(-1, CHUNK) for _ in range(count)]
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="perdure-write")
+    Args:
+        workers: threads, each with a buffer.
+        background: the threads give way to whatever else wants processors or the disk.
+    """
+
+    def __init__(self, workers: int = 4, background: bool = False) -> None:
+        self.workers = workers
+        self.free: SimpleQueue[mmap.mmap] = SimpleQueue()
+        for _ in range(workers):
+            self.free.put(aligned(CHUNK))
+        start = lower_priority if background else None
+        self.pool = ThreadPoolExecutor(workers, thread_name_prefix="perdure-write", initializer=start)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -93,113 +109,219 @@ def write_tensors(
     Raises:
         OSError: the storage refused; nothing is promised of the file then.
     """
-    layout = lay_out(shapes)
-    header = header_bytes(layout, text)
-    size = len(header) + max((e.end for e in layout.values()), default=0)
-    digests: dict[str, tuple[str, tuple[str, ...]]] = {}
-    writer = storage.create(path, size)
-    try:
-        stream = _Stream(writer, buffers)
-        try:
-            stream.feed(memoryview(header))
-            for key in layout:
-                digester = ShardDigester()
-                stream.feed_tensor(tensor(key), digester)
-                digest, blocks = digester.finish()
-                digests[key] = (digest, tuple(blocks))
-            stream.flush()
-        finally:
-            stream.drain()
-        stream.check()
-        writer.finish(size)
-    except BaseException:
-        writer.abort()
-        raise
-    return WrittenFile(FileRecord(name, size, digest_bytes(header)), digests)
+    return FileWrite(name, shapes, tensor, text).run(storage, path, buffers)
 
 
-class _Stream:
-    """Bytes in file order, gathered into chunks that are written behind."""
+class FileWrite:
+    """One file on its way: laid out at once; written from live tensors and, from `cut` on, from a staged image.
 
-    def __init__(self, writer: FileWriter, buffers: WriteBuffers) -> None:
-        self._writer, self._pool = writer, buffers.pool
-        self._free = list(buffers.buffers)
-        self._busy: list[tuple[Future[None], mmap.mmap]] = []
+    Args:
+        shapes: (key, stored dtype, shape) of each tensor.
+        tensor: gives the tensor of a key, of that dtype and shape, when its turn comes.
+        text: the header's free text.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shapes: Sequence[tuple[str, str, tuple[int, ...]]],
+        tensor: Callable[[str], Tensor],
+        text: dict[str, str],
+    ) -> None:
+        self.name = name
+        self._layout = lay_out(shapes)
+        self._header = bytearray(header_bytes(self._layout, text))
+        self._tensor: Callable[[str], Tensor] | None = tensor
+        self.size = len(self._header) + max((e.end for e in self._layout.values()), default=0)
+        self.padded = -(-self.size // ALIGNMENT) * ALIGNMENT
+        self.cut, self._image = self.padded, memoryview(b"")
+        self._writing: _Writing | None = None
+
+    def stage(self, image: memoryview, cut: int, copy: Callable[[Tensor, int, memoryview], None]) -> None:
+        """Copies the file's bytes from `cut` (a multiple of CHUNK) on into `image`, to be written from there.
+
+        Args:
+            image: `padded - cut` bytes that begin on a page and are left alone until the file is written.
+            copy: `copy(tensor, begin, target)` puts the tensor's bytes from `begin` on into `target`.
+        """
+        start = len(self._header)
+        image[: max(start - cut, 0)] = self._header[cut:]
+        for key, entry in self._layout.items():
+            first = max(cut - start, entry.begin)
+            if first < entry.end:
+                copy(self._live(key), first - entry.begin, image[start + first - cut : start + entry.end - cut])
+        image[self.size - cut :] = bytes(self.padded - self.size)
+        self.cut, self._image = cut, image
+
+    def write_live(self, storage: Storage, path: str, buffers: WriteBuffers) -> None:
+        """Writes what is not staged; live tensors are needed no more then.
+
+        Raises:
+            OSError: the storage refused; nothing is promised of the file then.
+        """
+        self._writing = _Writing(storage.create(path, self.size), self._chunks())
+        self._writing.advance(buffers, self.cut)
+        self._tensor = None
+
+    def run(self, storage: Storage, path: str, buffers: WriteBuffers) -> WrittenFile:
+        """Writes the whole file, or what `write_live` left of it, durably.
+
+        Raises:
+            OSError: the storage refused; nothing is promised of the file then.
+        """
+        if self._writing is None:
+            self.write_live(storage, path, buffers)
+        assert self._writing is not None
+        self._writing.advance(buffers, self.padded)
+        digests = self._writing.finish(self.size)
+        for key, entry in self._layout.items():
+            if entry.begin == entry.end:
+                digests[key] = _finished(ShardDigester())
+        return WrittenFile(FileRecord(self.name, self.size, digest_bytes(self._header)), digests)
+
+    def _header_tensor(self) -> Tensor:
+        return torch.frombuffer(self._header, dtype=torch.uint8)
+
+    def _live(self, key: str) -> Tensor:
+        assert self._tensor is not None
+        return self._tensor(key).detach()
+
+    def _chunks(self) -> Iterator[_Chunk]:
+        """The file in order; live tensors are asked for one by one."""
+        chunk = _Chunk(0)
+        sizes = [(None, len(self._header)), *((k, e.end - e.begin) for k, e in self._layout.items())]
+        for key, size in sizes:
+            done, plain = 0, None
+            while done < size:
+                if chunk.offset >= self.cut:
+                    begin = chunk.offset - self.cut
+                    chunk.image = self._image[begin : begin + CHUNK]
+                elif plain is None:
+                    # What is not plain host memory is made so: one tensor at a time, never the state.
+                    plain = self._header_tensor() if key is None else self._live(key).contiguous().cpu()
+                count = min(CHUNK - chunk.filled, size - done)
+                done += count
+                chunk.runs.append(_Run(key, chunk.filled, count, done == size, plain, done - count))
+                chunk.filled += count
+                if chunk.filled == CHUNK:
+                    following = _Chunk(chunk.offset + CHUNK)
+                    if key is not None and done < size:
+                        chunk.heir = following.inherited = Future()
+                    yield chunk
+                    chunk = following
+        if chunk.filled:
+            yield chunk
+
+
+class _Run(NamedTuple):
+    """Bytes of one tensor (or, without a key, of the header) in a chunk: [at, at + size)."""
+
+    key: str | None
+    at: int
+    size: int
+    ends: bool
+    plain: Tensor | None
+    begin: int
+
+
+@dataclass
+class _Chunk:
+    """File bytes [offset, offset + filled): from tensors, or from an image of them where that is there."""
+
+    offset: int
+    filled: int = 0
+    runs: list[_Run] = field(default_factory=list)
+    image: memoryview | None = None
+    inherited: Future[ShardDigester] | None = None
+    heir: Future[ShardDigester] | None = None
+
+
+class _Writing:
+    """The chunks of one file, taken in order by several workers."""
+
+    def __init__(self, writer: FileWriter, chunks: Iterator[_Chunk]) -> None:
+        self._writer, self._chunks = writer, chunks
+        self._lock = threading.Lock()
+        self._next: _Chunk | None = None
+        self._digests: dict[str, tuple[str, tuple[str, ...]]] = {}
         self._failure: BaseException | None = None
-        self._buffer = self._free.pop()
-        self._filled = 0
-        self._offset = 0
 
-    def feed(self, data: memoryview, digester: ShardDigester | None = None) -> None:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(data)) if not data.readonly and len(data) else 0
-        start = 0
-        while start < len(data):
-            count = min(CHUNK - self._filled, len(data) - start)
-            if address:
-                self._copy(address + start, count)
-            else:
-                self._buffer[self._filled : self._filled + count] = data[start : start + count]
-            self._after(count, digester)
-            start += count
-
-    def feed_tensor(self, tensor: Tensor, digester: ShardDigester) -> None:
-        if tensor.numel() == 0:
-            return
-        # What is not plain host memory is made so: one tensor at a time, never the state.
-        plain = tensor.detach().contiguous().cpu()
-        start, size = 0, plain.numel() * plain.element_size()
-        while start < size:
-            count = min(CHUNK - self._filled, size - start)
-            self._copy(plain.data_ptr() + start, count)
-            self._after(count, digester)
-            start += count
-
-    def _copy(self, source: int, count: int) -> None:
-        # memmove by ctypes: one thread, and other Python threads go on meanwhile.
-        target = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer)) + self._filled
-        ctypes.memmove(target, source, count)
-
-    def _after(self, count: int, digester: ShardDigester | None) -> None:
-        if digester is not None:
-            with memoryview(self._buffer) as view:
-                digester.update(view[self._filled : self._filled + count])
-        self._filled += count
-        if self._filled == CHUNK:
-            self._write_behind(CHUNK)
-
-    def flush(self) -> None:
-        if self._filled:
-            padded = -(-self._filled // ALIGNMENT) * ALIGNMENT
-            self._buffer[self._filled : padded] = bytes(padded - self._filled)
-            self._write_behind(padded)
-
-    def _write_behind(self, count: int) -> None:
-        buffer, offset = self._buffer, self._offset
-        self._busy.append((self._pool.submit(self._write, buffer, count, offset), buffer))
-        self._offset += count
-        self._filled = 0
-        if not self._free:
-            future, freed = self._busy.pop(0)
-            self._settle(future)
-            self._free.append(freed)
-        self.check()
-        self._buffer = self._free.pop()
-
-    def _write(self, buffer: mmap.mmap, count: int, offset: int) -> None:
-        with memoryview(buffer) as view:
-            self._writer.pwrite(view[:count], offset)
-
-    def _settle(self, future: Future[None]) -> None:
-        error = future.exception()
-        if error is not None and self._failure is None:
-            self._failure = error
-
-    def drain(self) -> None:
-        """Waits for every write under way."""
-        for future, _ in self._busy:
-            self._settle(future)
-        self._busy.clear()
-
-    def check(self) -> None:
+    def advance(self, buffers: WriteBuffers, until: int) -> None:
+        """Writes the chunks that begin before byte `until`."""
+        count = min(buffers.workers, -(-until // CHUNK))
+        workers = [buffers.pool.submit(self._work, buffers, until) for _ in range(count)]
+        try:
+            wait(workers)
+        except BaseException as error:
+            self._fail(error)
+            wait(workers)
         if self._failure is not None:
+            self._writer.abort()
             raise self._failure
+
+    def finish(self, size: int) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """Makes the file durable; the digests of its tensors."""
+        try:
+            self._writer.finish(size)
+        except BaseException:
+            self._writer.abort()
+            raise
+        return self._digests
+
+    def _work(self, buffers: WriteBuffers, until: int) -> None:
+        buffer = buffers.free.get()
+        try:
+            while (chunk := self._take(until)) is not None:
+                data = self._filled(chunk, buffer)
+                self._digest(chunk, data)
+                padded = -(-chunk.filled // ALIGNMENT) * ALIGNMENT
+                self._writer.pwrite(data[:padded], chunk.offset)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            buffers.free.put(buffer)
+
+    def _take(self, until: int) -> _Chunk | None:
+        with self._lock:
+            if self._failure is not None:
+                return None
+            chunk = self._next if self._next is not None else next(self._chunks, None)
+            later = chunk is not None and chunk.offset >= until
+            self._next = chunk if later else None
+            return None if later else chunk
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+
+    def _filled(self, chunk: _Chunk, buffer: mmap.mmap) -> memoryview:
+        if chunk.image is not None:
+            return chunk.image
+        target = address_of(buffer)
+        for run in chunk.runs:
+            if run.plain is not None:
+                # memmove by ctypes: one thread, and other Python threads go on meanwhile.
+                ctypes.memmove(target + run.at, run.plain.data_ptr() + run.begin, run.size)
+        ctypes.memset(target + chunk.filled, 0, -chunk.filled % ALIGNMENT)
+        return memoryview(buffer)
+
+    def _digest(self, chunk: _Chunk, data: memoryview) -> None:
+        digester = None
+        try:
+            for run in chunk.runs:
+                if run.key is None:
+                    continue
+                if digester is None:
+                    digester = chunk.inherited.result() if run.at == 0 and chunk.inherited else ShardDigester()
+                digester.update(data[run.at : run.at + run.size])
+                if run.ends:
+                    self._digests[run.key] = _finished(digester)
+                    digester = None
+        finally:
+            if chunk.heir is not None:
+                chunk.heir.set_result(digester or ShardDigester())
+
+
+def _finished(digester: ShardDigester) -> tuple[str, tuple[str, ...]]:
+    digest, blocks = digester.finish()
+    return digest, tuple(blocks)
