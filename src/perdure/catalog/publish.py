@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from perdure.catalog.events import end_torn_line
 from perdure.catalog.lock import RootLock
-from perdure.catalog.root import Iteration, Root
+from perdure.catalog.root import Root
 from perdure.errors import SaveError
 from perdure.format.commit import CommitRecord
 from perdure.format.common import HEALTHY, CommonInfo
@@ -35,7 +35,7 @@ from perdure.format.names import (
     temporary_name,
 )
 
-__all__ = ["Staging", "discard", "publish", "recover", "remove_iteration", "remove_tree", "set_tracker", "stage"]
+__all__ = ["Staging", "discard", "hide", "publish", "recover", "remove_tree", "set_tracker", "stage"]
 
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -241,13 +241,6 @@ def hide(root: Root, path: str, iteration: int, sequence: int) -> str:
         sequence += 1
     root.storage.rename(path, hidden)
     return hidden
-
-
-def remove_iteration(root: Root, iteration: Iteration) -> None:
-    """Makes an iteration invisible in one rename, then deletes its files."""
-    hidden = hide(root, iteration.path, iteration.iteration, iteration.commit.sequence)
-    root.storage.sync_directory(root.path)
-    remove_tree(root, hidden)
 
 
 def recover(root: Root, attempt: str = "") -> list[str]:

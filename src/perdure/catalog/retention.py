@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from perdure.catalog.publish import remove_iteration
+from perdure.catalog.publish import hide, remove_tree
 from perdure.catalog.root import Iteration, Root
 from perdure.format.names import COMMIT, COMMON, METADATA, parse_shard_filename
 
-__all__ = ["Verdict", "keep", "remove"]
+__all__ = ["Verdict", "delete", "keep", "remove", "withdraw"]
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,35 @@ def keep(
 
 def remove(root: Root, iteration: Iteration) -> list[str]:
     """Removes an iteration; gives warnings instead of raising. One that is gone already is no fault."""
+    hidden, warnings = withdraw(root, iteration)
+    return warnings if hidden is None else warnings + delete(root, hidden)
+
+
+def withdraw(root: Root, iteration: Iteration) -> tuple[str | None, list[str]]:
+    """Makes an iteration invisible in one rename; gives the path to `delete` at leisure (None for none), and warnings.
+
+    What a crash leaves in between is deleted at the next start.
+    """
     try:
         with root.open(iteration) as directory:
             foreign = [n for n in directory.names() if not _ours(n)]
         if foreign:
-            return [f"{iteration.dirname} is not removed: it holds what is not of the checkpoint: {foreign[0]}"]
-        remove_iteration(root, iteration)
+            return None, [f"{iteration.dirname} is not removed: it holds what is not of the checkpoint: {foreign[0]}"]
+        hidden = hide(root, iteration.path, iteration.iteration, iteration.commit.sequence)
+        root.storage.sync_directory(root.path)
     except FileNotFoundError:
-        return []
+        return None, []
     except OSError as error:
-        return [f"{iteration.dirname} could not be removed now and will be tried again: {error}"]
+        return None, [f"{iteration.dirname} could not be removed now and will be tried again: {error}"]
+    return hidden, []
+
+
+def delete(root: Root, hidden: str) -> list[str]:
+    """Deletes what was withdrawn; gives warnings instead of raising."""
+    try:
+        remove_tree(root, hidden)
+    except OSError as error:
+        return [f"{hidden} could not be removed now and will be tried again at the next start: {error}"]
     return []
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from perdure.catalog.publish import Staging, stage
 from perdure.config.schema import CheckpointConfig
+from perdure.engine.base import Base, load_base
 from perdure.engine.live import Live
 from perdure.engine.plan import Planner
 from perdure.engine.progress import Progress
@@ -23,6 +24,7 @@ from perdure.engine.restore import Loaded, Restore
 from perdure.engine.save import SAVE_DEADLINE_S, Identity, SaveJob, entries_of
 from perdure.engine.saveroot import SaveRoot
 from perdure.engine.staging import Staging as Snapshot
+from perdure.engine.watch import SAVE_THREAD
 from perdure.engine.writer import WriteBuffers
 from perdure.errors import SaveError
 from perdure.format.commit import CommitRecord
@@ -94,6 +96,7 @@ class Checkpointer:
         self._save_root = SaveRoot(
             config, config.save_path or default_path, storage or LocalStorage(), self.ranks, self.attempt, self._say
         )
+        self._base: Base | None = None
         self._planner = Planner(self.ranks, config.remove_redundancy)
         self._buffers: WriteBuffers | None = None
         self._snapshot = Snapshot()
@@ -132,7 +135,11 @@ class Checkpointer:
             MismatchError: the checkpoint is of another model, optimizer or layout; nothing was changed.
             DamagedCheckpointError: the contents are not what was written, and no sound parent is left.
         """
+        if self.config.base_load_path:
+            self._base = load_base(self.config, self._live, self._save_root, self.ranks, self._say)
         self.loaded = loaded = self._restore().run(checkpoint_path)
+        if self._base is not None:
+            self._base.settle(loaded)
         if loaded is None:
             self._save_root.start_fresh()
             return Progress()
@@ -186,6 +193,7 @@ class Checkpointer:
             self.ranks,
             restore_settings=self._restore_settings,
             say=self._say,
+            base=self._base,
         )
 
     # ---- saving
@@ -254,6 +262,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._release()
+        self.ranks.leave()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -264,6 +273,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
+        self.ranks.failed(error)
         # The first error is the one to be told; a save under way is still let finish.
         if self._underway is not None:
             self._underway.thread.join()
@@ -272,14 +282,20 @@ class Checkpointer:
         self._release()
 
     def _prepare(self, progress: Progress) -> SaveJob:
-        state, tensors = self._live.collect(self.ranks, with_optimizer=not self.config.no_save_optim)
-        training = {**self._training(), **state}
+        adapter = self._base if self.config.save_trainable_only else None
+        state, tensors = self._live.collect(
+            self.ranks,
+            with_optimizer=not self.config.no_save_optim,
+            leave_out=adapter.kept if adapter is not None else frozenset(),
+        )
+        training = {**self._training(), **state, **({"base": adapter.record()} if adapter and adapter.kept else {})}
         plan = self._planner.plan(tensors)
         # A number once used is never used again: what failed may be committed all the same.
         self._save_root.sequence += 1
         identity = Identity(self.lineage, self._save_root.sequence, self.parent, self.attempt)
 
         def make() -> str:
+            self._save_root.finish_deletion()
             self._save_root.check_room(plan.total_bytes, progress.global_step)
             staging = stage(self._save_root.root, progress.global_step, self.attempt, identity.sequence)
             return str(staging.path)
@@ -304,6 +320,7 @@ class Checkpointer:
             lock=self._save_root.lock,
             before_commit=self._before_commit,
             warn=lambda text: self._say(f"warning: {text}"),
+            peers=self.ranks,
         )
 
     def _run_together(self, job: SaveJob) -> CommitRecord | None:
@@ -313,6 +330,7 @@ class Checkpointer:
             while not self.ranks.is_first and self._save_root.root.storage.exists(job.staging.path):
                 if time.monotonic() > deadline:
                     raise SaveError(f"rank 0 did not publish step {job.common.global_step} in {SAVE_DEADLINE_S:g} s")
+                self.ranks.check()
                 time.sleep(0.002)
             return commit
 
@@ -330,8 +348,10 @@ class Checkpointer:
                 underway.commit = job.run(buffers)
             except BaseException as error:
                 underway.error = error
+            self.ranks.phase.background = ""
 
-        thread = threading.Thread(target=work, name=f"perdure-save-{job.common.global_step}", daemon=False)
+        self.ranks.phase.background = f"saving step {job.common.global_step} in the background"
+        thread = threading.Thread(target=work, name=f"{SAVE_THREAD}-{job.common.global_step}", daemon=False)
         underway = _Underway(job, thread, started)
         self._underway = underway
         thread.start()

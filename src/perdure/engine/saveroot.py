@@ -4,22 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from perdure.catalog.events import append_event, damage_marks, read_events
 from perdure.catalog.lineage import ancestors, links, next_sequence
 from perdure.catalog.lock import RootLock
 from perdure.catalog.publish import recover, set_tracker
-from perdure.catalog.retention import keep, remove
+from perdure.catalog.retention import delete, keep, withdraw
 from perdure.catalog.root import Iteration, Root
 from perdure.config.schema import CheckpointConfig
+from perdure.engine.priority import lower_priority
 from perdure.engine.ranks import Ranks
 from perdure.errors import SaveError, UsageError
 from perdure.storage.base import Storage
 
-__all__ = ["SaveRoot"]
+__all__ = ["SaveRoot", "check_continues", "check_unused"]
+
+
+def check_unused(path: str, iterations: Sequence[Iteration]) -> None:
+    """Refuses to start a run at step 0 below a root, `path`, that holds iterations.
+
+    Raises:
+        UsageError: it does.
+    """
+    if iterations:
+        raise UsageError(
+            f"{path} already holds iteration {iterations[-1].iteration} of another run, and this one starts at step 0",
+            hint="continue it with checkpoint.auto_resume=True or checkpoint.load_path, "
+            "or save elsewhere: checkpoint.save_path",
+        )
+
+
+def check_continues(path: str, iterations: Sequence[Iteration], loaded: str, lineage: str) -> None:
+    """Refuses to go on with the run of a checkpoint, `loaded`, below a root, `path`, that holds another one.
+
+    Raises:
+        UsageError: it does.
+    """
+    if {i.commit.lineage for i in iterations} - {lineage}:
+        raise UsageError(
+            f"{path} holds iterations of another run than {loaded}", hint="save elsewhere: checkpoint.save_path"
+        )
 
 
 class SaveRoot:
@@ -44,6 +72,7 @@ class SaveRoot:
         self.root = Root(os.path.abspath(path), storage)
         self.attempt, self.lineage, self.sequence, self.parent = attempt, "", 0, 0
         self.lock: RootLock | None = None
+        self._deletion: threading.Thread | None = None
         self._config, self._ranks, self._say = config, ranks, say
         if config.enable_save:
             ranks.together(self._open if ranks.is_first else lambda: None, "opening the save root")
@@ -57,14 +86,8 @@ class SaveRoot:
         """A new lineage; a root that holds another one is refused before anything is trained."""
 
         def check() -> str:
-            own = self.iterations() if self._config.enable_save else []
-            if own:
-                raise UsageError(
-                    f"{self.root.path} already holds iteration {own[-1].iteration} of another run, "
-                    "and this one starts at step 0",
-                    hint="continue it with checkpoint.auto_resume=True or checkpoint.load_path, "
-                    "or save elsewhere: checkpoint.save_path",
-                )
+            if self._config.enable_save:
+                check_unused(self.root.path, self.iterations())
             return uuid.uuid4().hex[:16]
 
         self.lineage = self._ranks.decide(check, "starting a run", str)
@@ -79,12 +102,8 @@ class SaveRoot:
 
         def following() -> int:
             iterations = self.iterations()
-            others = {i.commit.lineage for i in iterations} - {lineage}
-            if root != self.root.path and others and self._config.enable_save:
-                raise UsageError(
-                    f"{self.root.path} holds iterations of another run than {path}",
-                    hint="save elsewhere: checkpoint.save_path",
-                )
+            if root != self.root.path and self._config.enable_save:
+                check_continues(self.root.path, iterations, path, lineage)
             events = read_events(self.root) if self.root.storage.exists(self.root.path) else []
             return next_sequence(iterations, lineage, sequence, events) - 1
 
@@ -149,7 +168,27 @@ class SaveRoot:
             append_event(self.root, event, attempt=self.attempt, lineage=self.lineage, **fields)
 
     def retain(self) -> None:
-        """Removes what retention gives up; cannot fail a run."""
+        """Makes invisible what retention gives up, and deletes it while training goes on; cannot fail a run."""
+        hidden = self._withdraw()
+        if hidden:
+            self._deletion = threading.Thread(target=self._delete, args=(hidden,), name="perdure-delete")
+            self._deletion.start()
+
+    def finish_deletion(self) -> None:
+        """Waits until what retention gave up is deleted, and its room is free."""
+        if self._deletion is not None:
+            self._deletion.join()
+            self._deletion = None
+
+    def _delete(self, hidden: list[str]) -> None:
+        lower_priority()
+        for path in hidden:
+            for warning in delete(self.root, path):
+                self._say(f"warning: {warning}")
+
+    def _withdraw(self) -> list[str]:
+        """Renames what retention gives up out of sight; the paths to delete."""
+        hidden = []
         try:
             iterations = self.root.iterations()
             pinned = {}
@@ -166,11 +205,15 @@ class SaveRoot:
             verdicts = keep(iterations, self._config.save_max, lineage=self.lineage, pinned=pinned)
             for iteration, verdict in verdicts.items():
                 if verdict.remove:
-                    for warning in remove(self.root, iteration):
+                    path, warnings = withdraw(self.root, iteration)
+                    for warning in warnings:
                         self._say(f"warning: {warning}")
-                    self.event("remove", iteration=iteration.iteration, sequence=iteration.commit.sequence)
+                    if path is not None:
+                        hidden.append(path)
+                        self.event("remove", iteration=iteration.iteration, sequence=iteration.commit.sequence)
         except OSError as error:
             self._say(f"warning: old iterations could not be removed now: {error}")
+        return hidden
 
     def _open(self) -> None:
         try:
@@ -186,6 +229,7 @@ class SaveRoot:
 
     def release(self) -> None:
         """Gives the root back."""
+        self.finish_deletion()
         if self.lock is not None:
             self.lock.release()
             self.lock = None
