@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from perdure.errors import UnsupportedStateError
 from perdure.state.shards import NamedTensor, describe, is_plain
 
-__all__ = ["extra_states", "model_tensors", "named_modules", "parameter_names"]
+__all__ = ["extra_states", "frozen_names", "model_tensors", "named_modules", "parameter_names"]
 
 # Wrapper class -> attribute of what it wraps, by name, so that none of them need be imported.
 _WRAPPERS = {
@@ -96,6 +96,19 @@ def model_tensors(model: nn.Module, *, values: bool = True) -> list[NamedTensor]
         else:
             aliases[canonical].append(name)
     return [describe("model", name, t, tuple(aliases[name]), values=values) for name, t in tensors.items()]
+
+
+def frozen_names(model: nn.Module) -> frozenset[str]:
+    """The names, as `model_tensors` gives them, of parameters that require no gradient."""
+    first: dict[tuple[object, ...], str] = {}
+    for name, tensor in _named(model):
+        first.setdefault(_identity(tensor), name)
+    names = set(first.values())
+    return frozenset(
+        name
+        for name, tensor in _named(model)
+        if name in names and isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    )
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

@@ -119,7 +119,9 @@ def collect_optimizer(view: OptimizerView) -> tuple[dict[str, Any], list[NamedTe
 def _refuse_hidden_state(optimizer: Any) -> None:
     """State that belongs to no parameter has no name here; that of an optimizer inside another would be lost."""
     for name, inner in vars(optimizer).items():
-        if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
+        # A state that is no plain dictionary is a window on the inner one's.
+        own = isinstance(optimizer.state, dict)
+        if isinstance(inner, torch.optim.Optimizer) and own and inner.state is not optimizer.state:
             raise UnsupportedStateError(
                 f"optimizer: {type(optimizer).__name__} keeps {type(inner).__name__} in its {name!r}, "
                 "with state of its own that would not be saved",

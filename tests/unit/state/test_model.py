@@ -91,6 +91,13 @@ def test_wrapped_submodules_leave_no_trace() -> None:
     assert names(bare) == before
 
 
+def test_flattened_parameters_are_refused() -> None:
+    """FSDP1 itself needs an accelerator, so its name stands in."""
+    flattening = type("FullyShardedDataParallel", (nn.Sequential,), {})
+    with pytest.raises(UnsupportedStateError, match="flattens its parameters"):
+        model_tensors(nn.Sequential(flattening(nn.Linear(2, 2))))
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

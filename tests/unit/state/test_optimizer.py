@@ -404,6 +404,24 @@ def test_what_cannot_be_held_is_refused_by_name(spoil: Callable[[Any, Tensor], N
         collect_optimizer(view_of(net, optimizer))
 
 
+class Wrapping(SGD):
+    """Takes its steps through another optimizer, as sharpness-aware and look-ahead ones do."""
+
+    def __init__(self, parameters: Any, *, shared: bool) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.base = AdamW(parameters)
+        if shared:
+            self.state = self.base.state
+
+
+def test_state_of_an_optimizer_within_is_not_lost_in_silence() -> None:
+    net = model()
+    parameters = list(net.parameters())
+    with pytest.raises(UnsupportedStateError, match="Wrapping keeps AdamW in its 'base'"):
+        collect_optimizer(view_of(net, Wrapping(parameters, shared=False)))
+    collect_optimizer(view_of(net, Wrapping(parameters, shared=True)))
+
+
 def test_two_states_of_one_name_are_refused() -> None:
     net = nn.Module()
     net.add_module("b", nn.Module())
