@@ -98,9 +98,9 @@ class SignalAt(Callback):
 
 
 class Stubborn(Callback):
-    """Says that it is there, and keeps the run from going on."""
+    """Says that it is there, and keeps the step from ending."""
 
-    def on_train_begin(self, trainer: Any, state: Any) -> None:
+    def on_step_begin(self, trainer: Any, state: Any) -> None:
         Path("stuck").touch()
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import click
+
+from perdure.train.stop import Stopped, listen
 
 __all__ = ["command"]
 
@@ -19,27 +20,27 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
     Values of the file are overridden by section.key=value words. On several ranks:
     torchrun --nproc-per-node 8 -m perdure train CONFIG
     """
+    try:
+        with listen():
+            number = _train(config, overrides)
+    except Stopped as stopped:
+        number = stopped.signal
+    return 128 + number if number else 0
+
+
+def _train(config: str, overrides: tuple[str, ...]) -> int:
+    """The signal that ended the run, or 0."""
     from perdure.config.load import load_config
 
     loaded = load_config(config, overrides)
     distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if distributed:
-        _join(float(os.environ.get("PERDURE_RANK_DEADLINE", "300")))
+    # torch, from here on: seconds, in which a signal is listened for already.
+    from perdure.engine.join import join, leave_together
     from perdure.train.trainer import Trainer
 
-    state = Trainer(loaded).train()
     if distributed:
-        import torch.distributed as dist
-
-        # All ranks leave together: one that goes early tears connections that another still closes.
-        dist.barrier()
-        dist.destroy_process_group()
-    return 128 + state.stop_signal if state.stop_signal else 0
-
-
-def _join(deadline_s: float) -> None:
-    import torch
-    import torch.distributed as dist
-
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=deadline_s))
+        join()
+    stopped = Trainer(loaded).train().stop_signal
+    if distributed:
+        leave_together()
+    return stopped

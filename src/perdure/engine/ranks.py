@@ -1,13 +1,15 @@
 """The ranks of a job: what they tell each other, and how an error of one ends all.
 
 Every exchange goes over a gloo group of our own with a deadline, so that a lost rank is an error that
-names it and never a hang. A job of one process makes no exchange at all.
+names it and never a hang. What breaks outside of an exchange, in a user's model say, is a last word that
+ends the other ranks too (engine/watch.py). A job of one process makes no exchange at all.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,14 +17,19 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from perdure import errors
+from perdure.engine.watch import Phase, Stopped, Watch
 from perdure.errors import PerdureError, RanksError
 
-__all__ = ["Ranks"]
+__all__ = ["DEADLINE_S", "Ranks", "adopt", "neighbours", "present_watch"]
 
 T = TypeVar("T")
 DEADLINE_S = float(os.environ.get("PERDURE_RANK_DEADLINE", "300"))
+_REASON_S = 4.0  # how long after a broken connection its reason may become known
+_BROKEN = ("gloo", "nccl", "connection closed by peer", "connection reset", "timed out waiting", "broken pipe")
+_watch: Watch | None = None
 
 
 class Ranks:
@@ -35,11 +42,37 @@ class Ranks:
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.deadline_s = deadline_s
         self._group: Any = None
+        self._watch: Watch | None = None
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
-            if self.size > 1:
+        self.phase = Phase()
+        if self.size > 1:
+            self._watch = _watch if _watch is not None and not _watch.left else None
+            self.phase = self._watch.phase if self._watch is not None else self.phase
+            try:
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
+            except RuntimeError as error:
+                raise self._lost("joining", error) from error
+            if self._watch is None:
+                self._watch = self._start_watch()
+
+    def _start_watch(self) -> Watch:
+        """A watch for a process group that the user made; its keys are new, whatever the store holds."""
+        start = self.gather(os.urandom(8).hex(), "starting")[0]
+        default = c10d._get_default_store()
+        # A store that torch waits on in C++ would keep the watch waiting too.
+        store = default.clone() if hasattr(default, "clone") else default
+        watch = Watch(
+            c10d.PrefixStore(f"perdure-watch/{start}", store),
+            self.rank,
+            self.size,
+            self.phase,
+            deadline_s=self.deadline_s,
+            neighbours=neighbours(self.rank, self.size),
+        )
+        adopt(watch)
+        return watch
 
     @property
     def is_first(self) -> bool:
@@ -55,7 +88,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         mine = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
-        try:
+        with self._exchange(doing):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
             longest = max(int(s) for s in sizes)
@@ -63,8 +96,6 @@ class Ranks:
             padded[: len(mine)] = mine
             parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
             dist.all_gather(parts, padded, group=self._group)
-        except RuntimeError as error:
-            raise self._lost(doing, error) from None
         return [
             msgspec.msgpack.decode(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
         ]
@@ -97,7 +128,8 @@ class Ranks:
         result: T | None = None
         error: BaseException | None = None
         try:
-            result = work()
+            with self.phase.at(doing):
+                result = work()
         except Exception as caught:
             error = caught
         self.agree(error, doing)
@@ -114,22 +146,120 @@ class Ranks:
     def sum(self, value: Tensor, doing: str) -> Tensor:
         """Sum of a CPU tensor over all ranks, in place."""
         if self.size > 1:
-            try:
+            with self._exchange(doing):
                 dist.all_reduce(value, group=self._group)
-            except RuntimeError as error:
-                raise self._lost(doing, error) from None
         return value
 
     def barrier(self, doing: str) -> None:
         """Waits for every rank, at most the deadline."""
         self.sum(torch.zeros(1), doing)
 
-    def _lost(self, doing: str, error: Exception) -> RanksError:
+    # ---- failures outside of an exchange
+
+    @contextmanager
+    def as_one(self) -> Iterator[None]:
+        """An error that leaves the body ends every rank of the job.
+
+        The rank where it happened raises it as it is; the others raise `RanksError` with its message, or
+        are ended with one line where they are stuck in an exchange.
+        """
+        try:
+            yield
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            told = self.failed(error)
+            if told is error:
+                raise
+            raise told from error
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Tells all ranks that an error ends this one; gives the error to raise, which may be another rank's."""
+        if self._watch is None:
+            return error
+        if isinstance(error, RuntimeError) and not isinstance(error, PerdureError) and _is_broken(error):
+            lost = self._lost(self.phase.doing, error)
+            self._watch.fail(lost.message if isinstance(lost, RanksError) else str(lost))
+            return lost
+        if isinstance(error, Stopped):
+            self._watch.fail(f"rank {self.rank} was asked to stop while starting", number=error.signal)
+            return error
+        where = f" at step {self.phase.step}" if self.phase.step >= 0 else ""
+        kind = "" if isinstance(error, PerdureError) else f"{type(error).__name__}: "
+        self._watch.fail(f"rank {self.rank} failed{where} while {self.phase.doing}: {kind}{_one_line(error)}")
+        return error
+
+    def check(self, after_s: float = 0.0) -> None:
+        """To be called in a loop that waits for another rank's files; takes no time.
+
+        Raises:
+            RanksError: a rank failed, `after_s` or longer ago.
+        """
+        if self._watch is not None:
+            self._watch.check(after_s)
+
+    def leave(self) -> None:
+        """This rank needs the others no more; its end is no failure. (`join` has its own way of leaving.)"""
+        if self._watch is not None and not self._watch.joined:
+            self._watch.leave()
+
+    def post(self, key: str, text: str) -> None:
+        """Leaves a text for a rank that looks for it."""
+        if self._watch is not None:
+            self._watch.post(key, text)
+
+    def posted(self, key: str) -> str:
+        """The text that another rank has left under a key, or ""."""
+        return self._watch.posted(key) if self._watch is not None else ""
+
+    @contextmanager
+    def _exchange(self, doing: str) -> Iterator[None]:
+        try:
+            with self.phase.at(doing, waiting=True):
+                yield
+        except RuntimeError as error:
+            raise self._lost(doing, error) from None
+
+    def _lost(self, doing: str, error: Exception) -> BaseException:
+        """What a broken or overdue exchange means: the failed rank's word, or who is missing."""
+        word = self._watch.await_word(_REASON_S) if self._watch is not None else None
+        if word is not None and word.rank != self.rank:
+            return word.error()
+        missing = self._watch.missing() if self._watch is not None else []
+        who = "; ".join(missing) or "one of them is gone"
         return RanksError(
-            f"rank {self.rank} waited for the other ranks while {doing}, and one of them is gone or did not answer "
-            f"within {self.deadline_s:g} s ({_one_line(error)[:200]})",
+            f"rank {self.rank} waited for the other ranks while {doing}, and an answer did not come within "
+            f"{self.deadline_s:g} s or the connection broke: {who} ({_one_line(error)[:200]})",
             hint="look at the first error of the other ranks; start the same command again to resume",
         )
+
+
+def adopt(watch: Watch) -> None:
+    """Every `Ranks` made from now on uses this watch."""
+    global _watch
+    _watch = watch
+
+
+def present_watch() -> Watch | None:
+    """The watch of this process, if it is one of several ranks."""
+    return _watch
+
+
+def neighbours(rank: int, size: int) -> Sequence[int]:
+    """The ranks that may be on this machine: those that torchrun says are, or all of a small job."""
+    local, count = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
+    if local is not None and count is not None:
+        first = rank - int(local)
+        return range(max(first, 0), min(first + int(count), size))
+    return range(size) if size <= 64 else ()
+
+
+def _is_broken(error: BaseException) -> bool:
+    """Whether an error says that a peer is gone, rather than that something is wrong here."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    return any(sign in text for sign in _BROKEN)
 
 
 def _one_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from perdure.catalog.lock import RootLock
 from perdure.catalog.publish import Staging, discard, publish
 from perdure.catalog.root import Root
 from perdure.engine.plan import SavePlan, ShardId
+from perdure.engine.ranks import Ranks
 from perdure.engine.writer import FileEntry, WriteBuffers, write_file
 from perdure.errors import PerdureError, SaveError
 from perdure.format.commit import CommitRecord
@@ -34,6 +35,7 @@ __all__ = ["Identity", "SaveJob", "entries_of"]
 _KIND: dict[Section, str] = {"model": "model", "optimizer": "opt", "extra": "extra"}
 _PART_LIMIT = 1 << 30
 SAVE_DEADLINE_S = float(os.environ.get("PERDURE_SAVE_DEADLINE", "3600"))
+_PATIENCE_S = 10.0  # for the parts of a save under way when some rank has failed
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class SaveJob:
     lock: RootLock | None
     before_commit: Callable[[], tuple[int, str]] = field(default=lambda: (0, ""))
     warn: Callable[[str], None] = field(default=lambda text: None)
+    peers: Ranks | None = None
 
     def run(self, buffers: WriteBuffers) -> CommitRecord | None:
         """Writes this rank's files; on rank 0 then waits for the others and publishes.
@@ -182,6 +185,11 @@ class SaveJob:
         except OSError as error:
             if not quietly:
                 raise self._failed(error) from error
+            if self.peers is not None:
+                self.peers.post(self._failure_of(self.rank), part.error)
+
+    def _failure_of(self, rank: int) -> str:
+        return f"save/{self.identity.attempt}-{self.identity.sequence}/{rank}"
 
     def _await_part(self, rank: int) -> Part:
         path = os.path.join(self.staging.path, part_filename(rank))
@@ -198,6 +206,12 @@ class SaveJob:
                     ) from None
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.1)
+                if pause == 0.1 and self.peers is not None:
+                    self.peers.check(after_s=_PATIENCE_S)
+                    # The storage that a rank could not write to doesn't take its report either.
+                    if told := self.peers.posted(self._failure_of(rank)):
+                        part = Part(rank=rank, error=told)
+                        break
         if part.error:
             raise SaveError(f"step {self.common.global_step} could not be saved: rank {rank}: {part.error}")
         self.root.storage.unlink(path)

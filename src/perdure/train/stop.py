@@ -148,7 +148,7 @@ class StopRequest:
 
 
 def _forked() -> None:
-    """A child must not tell its parent of signals of its own; those that a launcher sends to all it goes on ignoring."""
+    """A child must not tell its parent of signals of its own; it goes on ignoring those that launchers send to all."""
     global _active
     if _active is not None:
         with contextlib.suppress(ValueError, OSError):

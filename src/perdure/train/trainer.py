@@ -87,18 +87,24 @@ class Trainer:
         Raises:
             PerdureError: with one sentence and a hint; checkpoints committed before are untouched.
         """
-        with contextlib.ExitStack() as stack:
-            stop = stack.enter_context(StopRequest())
-            self._build(stack)
-            self._resume(checkpoint_path)
-            if self.state.finished:
-                self.console.say(f"nothing to do: step {self.state.global_step} of {self.state.steps} is reached")
-                return self.state
-            self.ranks.together(lambda: self._open_histories(stack), "opening the histories")
-            self._hook("on_train_begin")
-            self.console.begin(self.state.global_step)
-            self._run(stop)
-            self._finish()
+        try:
+            with listen() as stop, contextlib.ExitStack() as stack:
+                self.ranks = Ranks()
+                with self.ranks.as_one():
+                    self._build(stack)
+                    self._resume(checkpoint_path)
+                    if self.state.finished:
+                        self.console.say(
+                            f"nothing to do: step {self.state.global_step} of {self.state.steps} is reached"
+                        )
+                        return self.state
+                    self.ranks.together(lambda: self._open_histories(stack), "opening the histories")
+                    self._hook("on_train_begin")
+                    self.console.begin(self.state.global_step)
+                    self._run(stop)
+                    self._finish(stop)
+        except Stopped as stopped:
+            self.state.stop_signal = stopped.signal
         return self.state
 
     # ---- building
@@ -250,13 +256,16 @@ class Trainer:
     # ---- training
 
     def _run(self, stop: StopRequest) -> None:
+        stop.finish_steps()
         self._batches = self.loader.take(self.state.steps - self.state.global_step)
         while not (self.state.finished or self.state.stop_signal):
+            self.ranks.phase.set("waiting for data", self.state.global_step + 1)
             self._step(next(self._batches), stop)
 
     def _step(self, batch: StepBatch, stop: StopRequest) -> None:
         state = self.state
-        stop.check_parent()
+        stop.passed()
+        self.ranks.phase.set("training")
         self._hook("on_step_begin")
         began = time.monotonic()
         size = batch.global_batch_size
@@ -273,7 +282,9 @@ class Trainer:
         self._tell_health(result.verdict, result.applied)
         self._count_skipped(result.applied)
         self._record(batch, result.tokens / seconds, result.id_sum)
-        self._evaluate()
+        stop.passed()
+        if not state.stop_signal:
+            self._evaluate()
         self._hook("on_step_end")
         if self.checkpointer.step(state):
             self._hook("on_save")
@@ -283,7 +294,8 @@ class Trainer:
         state, every = self.state, self.config.training.eval_interleaved_steps
         if self._evaluation is None or state.global_step % every or self.model is None:
             return
-        state.eval_loss = self._evaluation.run(self.model)
+        with self.ranks.phase.at("evaluating"):
+            state.eval_loss = self._evaluation.run(self.model)
         self._logbook.evaluation(state)
         self.console.say(f"step {state.global_step}: evaluation loss {state.eval_loss:.4f}")
 
@@ -349,14 +361,17 @@ class Trainer:
             self.loader.close()
             self.loader = build.loader(self.config, self.train_dataset, self.mesh, self._left_out.ranges)
 
-    def _finish(self) -> None:
-        """The last save, awaited; a stop by a signal is one more reason for it."""
+    def _finish(self, stop: StopRequest) -> None:
+        """The last save, awaited; a stop by a signal is one more reason for it, and makes an evaluation wait for it."""
         state = self.state
+        stop.reached()
         if state.stop_signal and self.config.checkpoint.enable_save:
             last = f"the last save took {self.checkpointer.last_save_s:.1f} s"
             self.console.say(f"stopping at step {state.global_step}: saving ({last})")
         if self.checkpointer.save(state, wait=True):
             self._hook("on_save")
+        if state.stop_signal:
+            self._evaluate()
         self._hook("on_train_end")
         where = f"; saved below {self.checkpointer.path}" if self.config.checkpoint.enable_save else ""
         self.console.say(f"step {state.global_step} of {state.steps}, loss {state.loss:.4f}{where}")
