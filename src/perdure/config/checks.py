@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from perdure.config.faults import found
+from perdure.config.layer_ranges import layer_set, stage_ranges
 from perdure.format.names import parse_iteration_dirname
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def cross_checks(config: TrainConfig) -> Iterator[Finding]:
     yield from _batch_sizes(config)
     yield from _data(config)
     yield from _parallelism(config)
+    yield from _pipeline(config)
+    yield from _recompute(config)
     yield from _checkpoint(config)
 
 
@@ -77,6 +80,46 @@ def _parallelism(config: TrainConfig) -> Iterator[Finding]:
     if parallelism.tensor_parallel > 1 and not parallelism.sequence_parallel:
         text = f"expected sequence_parallel true with a degree above 1, found {found(parallelism.tensor_parallel)}"
         yield Finding("parallelism.tensor_parallel", text, ("parallelism.sequence_parallel",))
+
+
+def _pipeline(config: TrainConfig) -> Iterator[Finding]:
+    parallelism = config.parallelism
+    ranks, chunks = parallelism.pipeline_parallel, parallelism.pipeline_parallel_interleave_num
+    about = ("parallelism.pipeline_parallel", "parallelism.pipeline_parallel_interleave_num")
+    if chunks > 1 and ranks == 1:
+        text = f"expected 1 without pipeline_parallel, found {chunks}"
+        yield Finding("parallelism.pipeline_parallel_interleave_num", text, about)
+    if chunks > 1 and parallelism.pipeline_parallel_schedule == "gpipe":
+        text = f"expected 1f1b or interleaved_1f1b with {chunks} chunks per rank, found 'gpipe'"
+        yield Finding("parallelism.pipeline_parallel_schedule", text, about)
+    key, wish = "parallelism.pipeline_parallel_layers_per_stage", parallelism.pipeline_parallel_layers_per_stage
+    if wish in (None, "auto"):
+        return
+    if not isinstance(wish, list) or len(wish) != ranks:
+        text = f"expected 'auto' or a list with one item for each of {ranks} pipeline ranks, found {found(wish)}"
+        yield Finding(key, text, about)
+        return
+    try:
+        stage_ranges(wish, chunks)
+    except ValueError as error:
+        yield Finding(key, str(error), about)
+
+
+def _recompute(config: TrainConfig) -> Iterator[Finding]:
+    recompute = config.recompute
+    needed = {"full": "full_recompute_layer", "select": "select_module"}.get(recompute.mode)
+    if needed is not None and not getattr(recompute, needed):
+        yield Finding(f"recompute.{needed}", f"missing; mode {recompute.mode} requires it", ("recompute.mode",))
+    lists = {"full_recompute_layer": recompute.full_recompute_layer}
+    for key in ("select_module", "exclude_op"):
+        lists |= {f"{key}.{name}": items for name, items in (getattr(recompute, key) or {}).items()}
+    for key, items in lists.items():
+        try:
+            if items is not None and not isinstance(items, list):
+                raise ValueError(f"expected a list of ranges of layers such as ['0-3'], found {found(items)}")
+            layer_set(items or [])
+        except ValueError as error:
+            yield Finding(f"recompute.{key.partition('.')[0]}", str(error))
 
 
 def _checkpoint(config: TrainConfig) -> Iterator[Finding]:

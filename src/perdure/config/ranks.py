@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -55,6 +56,9 @@ def check_ranks(config: TrainConfig, world_size: int) -> RankLayout:
         raise config.fault(f"parallelism.{key}", f"expected {told} to divide {ranks}, found {inner}")
     data_parallel = world_size // inner
     replicate, shard = parallelism.data_parallel_replicate, parallelism.data_parallel_shard
+    if shard > 0 and "data_parallel_replicate" not in parallelism.model_fields_set and data_parallel % shard == 0:
+        # As in the reference, where the shard degree alone says how many replicas there are.
+        replicate = data_parallel // shard
     if data_parallel % replicate:
         text = f"expected a divisor of the {data_parallel} data-parallel ranks, found {replicate}"
         raise config.fault("parallelism.data_parallel_replicate", text)
@@ -63,6 +67,16 @@ def check_ranks(config: TrainConfig, world_size: int) -> RankLayout:
     if replicate * shard != data_parallel:
         text = f"expected {data_parallel // replicate} or -1 for {ranks}, found {shard}"
         raise config.fault("parallelism.data_parallel_shard", text)
+
+    dense = parallelism.dense_fsdp_shard_size
+    if dense is not None and dense < shard:
+        if shard % dense:
+            text = f"expected a divisor of the {shard} ranks that weights are sharded over, found {dense}"
+            raise config.fault("parallelism.dense_fsdp_shard_size", text)
+        replicate, shard = replicate * shard // dense, dense
+    if parallelism.cpu_offload and shard == 1:
+        text = "expected false where nothing is sharded, found true"
+        raise config.fault("parallelism.cpu_offload", text, hint="set parallelism.data_parallel_shard above 1")
 
     unit = training.local_batch_size * data_parallel
     of = f"{unit} (local_batch_size {training.local_batch_size} x {data_parallel} data-parallel ranks)"
@@ -73,6 +87,8 @@ def check_ranks(config: TrainConfig, world_size: int) -> RankLayout:
     if ramp is not None and (ramp[0] % unit or ramp[1] % unit):
         text = f"expected a start and an increment that are multiples of {of}, found {ramp[0]} and {ramp[1]}"
         faults.append(("training.rampup_batch_size", text))
+    if not faults:
+        faults.extend(_micro_batch_faults(config, {size // unit, *(n // unit for n in _ramp_sizes(config))}))
     if faults:
         raise config.faults(faults)
     return RankLayout(
@@ -84,3 +100,31 @@ def check_ranks(config: TrainConfig, world_size: int) -> RankLayout:
         parallelism.pipeline_parallel,
         size // unit,
     )
+
+
+def _ramp_sizes(config: TrainConfig) -> Iterator[int]:
+    """The global batch sizes on the way to the full one."""
+    ramp = config.training.rampup_batch_size
+    if ramp is not None:
+        yield from range(ramp[0], config.training.global_batch_size, ramp[1])
+
+
+def _micro_batch_faults(config: TrainConfig, counts: set[int]) -> Iterator[tuple[str, str]]:
+    """What the schedule of a pipeline can't do with so many micro-batches per step."""
+    parallelism = config.parallelism
+    ranks, schedule = parallelism.pipeline_parallel, parallelism.pipeline_parallel_schedule
+    if parallelism.pipeline_parallel_microbatch_size not in (1, *counts):
+        text = "expected 1 or what follows from the batch sizes, global_batch_size / (data-parallel ranks * "
+        text += f"local_batch_size) = {max(counts)}; found {parallelism.pipeline_parallel_microbatch_size}"
+        yield "parallelism.pipeline_parallel_microbatch_size", text
+    if ranks == 1 or schedule == "gpipe":
+        return
+    interleaved = schedule == "interleaved_1f1b" or parallelism.pipeline_parallel_interleave_num > 1
+    key = "training.global_batch_size"
+    for count in sorted(counts):
+        if not interleaved and count < ranks:
+            text = f"expected at least {ranks} micro-batches per step for the {ranks} stages of 1f1b, found {count}"
+            yield key, f"{text}; raise it, lower local_batch_size, or set pipeline_parallel_schedule to gpipe"
+        elif interleaved and count % max(1, count // ranks):
+            text = f"expected micro-batches per step that divide into {count // ranks} rounds of interleaved_1f1b"
+            yield key, f"{text}, found {count}; a multiple of {ranks} always does"

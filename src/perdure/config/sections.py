@@ -181,20 +181,29 @@ class LRSchedulerConfig(Section):
 class ParallelismConfig(Section):
     """`parallelism`: how the ranks share the work."""
 
-    data_parallel_shard: ShardDegree = Field(default=-1, description="FSDP degree; -1: all data-parallel ranks")
-    data_parallel_shard_strategy: str = Field(default="optim_grads_params", description="what is sharded")
+    data_parallel_shard: ShardDegree = Field(
+        default=-1,
+        description="FSDP degree; -1: all data-parallel ranks; a divisor of them: replicas of as many shards",
+    )
+    data_parallel_shard_strategy: Literal["optim_grads_params", "optim_grads", "optim"] = Field(
+        default="optim_grads_params",
+        description="what is sharded; `optim_grads`: weights stay whole from the forward to the backward pass",
+    )
     data_parallel_replicate: Positive = Field(
-        default=1, description="replicas; with `data_parallel_shard` above 1: HSDP"
+        default=1,
+        description="replicas; above shards: HSDP; if left out, as many as `data_parallel_shard` leaves",
     )
     reshard_after_forward_policy: Literal["default", "always", "never"] = Field(
-        default="default", description="whether weights are sharded again after the forward pass"
+        default="default",
+        description="whether weights are sharded again after the forward pass; default: always, in a pipeline never",
     )
     cpu_offload: bool = Field(default=False, description="keep sharded state in host memory")
     disable_gradient_division: bool = Field(
-        default=True, description="sum gradients over ranks; the loss is normalised instead"
+        default=True,
+        description="sum sharded gradients instead of averaging them; the loss is normalised by tokens in any case",
     )
     dense_fsdp_shard_size: Positive | None = Field(
-        default=None, description="largest FSDP degree of weights outside experts"
+        default=None, description="FSDP degree of weights outside experts, the rest being replicas"
     )
     tensor_parallel: Positive = Field(
         default=1, description="tensor-parallel degree; above 1 it needs `sequence_parallel`"
@@ -210,13 +219,17 @@ class ParallelismConfig(Section):
     )
     pipeline_parallel: Positive = Field(default=1, description="pipeline stages")
     pipeline_parallel_layers_per_stage: Annotated[Any, Words("list, or text, or null")] = Field(
-        default="auto", description="which layers each stage holds"
+        default="auto",
+        description="`auto`: evenly; or for each pipeline rank a text such as `0-3`, with chunks `0-1, 4-5`",
     )
     pipeline_parallel_schedule: Literal["1f1b", "interleaved_1f1b", "gpipe"] = Field(
-        default="1f1b", description="order of the micro-batches"
+        default="1f1b", description="order of the micro-batches; with chunks `1f1b` is `interleaved_1f1b`"
     )
-    pipeline_parallel_microbatch_size: Positive = Field(default=1, description="micro-batches per step of the pipeline")
-    pipeline_parallel_interleave_num: Positive = Field(default=1, description="virtual chunks per stage")
+    pipeline_parallel_microbatch_size: Positive = Field(
+        default=1,
+        description="micro-batches per step; follows from the batch sizes, another value than that is refused",
+    )
+    pipeline_parallel_interleave_num: Positive = Field(default=1, description="chunks of layers per pipeline rank")
     expert_parallel: Positive = Field(default=1, description="expert-parallel degree")
 
 
@@ -360,9 +373,16 @@ class RecomputeConfig(Section):
     """`recompute`: activations computed again in the backward pass."""
 
     mode: RecomputeMode = Field(default="None", description="nothing, whole layers, or selected modules")
-    full_recompute_layer: list[Any] | None = Field(default=None, description="layers of mode `full`")
-    select_module: dict[str, Any] | None = Field(default=None, description="modules of mode `select`")
-    exclude_op: dict[str, Any] | None = Field(default=None, description="operations that are kept")
+    full_recompute_layer: list[Any] | None = Field(
+        default=None, description="layers computed again as a whole, such as `[0-3]`; mode `full` requires it"
+    )
+    select_module: dict[str, Any] | None = Field(
+        default=None,
+        description="patterns of modules in layers, each with its layers: `{mlp: [0-3]}`; mode `select` requires it",
+    )
+    exclude_op: dict[str, Any] | None = Field(
+        default=None, description="torch operators whose results are kept, each with its layers: `{mm: [0-3]}`"
+    )
 
 
 class CallbackConfig(Section):

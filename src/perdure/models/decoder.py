@@ -226,6 +226,10 @@ class Decoder(nn.Module):
 
         return decoder_plan(self, degree)
 
+    def pipeline_plan(self) -> tuple[list[str], list[str], list[str]]:
+        """The modules in the order in which they work: before the layers, the layers, after them."""
+        return ["embed_tokens"], [f"layers.{index}" for index in self.layers], ["norm", "lm_head"]
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw all weights from torch's default generator: normal, std 0.02, and 0.02/√(2·layers) for the two

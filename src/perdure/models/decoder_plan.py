@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from perdure.errors import UsageError
 
@@ -18,6 +24,8 @@ __all__ = ["decoder_plan"]
 def decoder_plan(model: Decoder, degree: int) -> dict[str, Any]:
     """Attention heads and feed-forward columns over `degree` ranks; norms and residuals by sequence.
 
+    A pipeline stage takes and gives whole hidden states, and cuts them by sequence within.
+
     Raises:
         UsageError: the key/value heads don't divide.
     """
@@ -28,12 +36,22 @@ def decoder_plan(model: Decoder, degree: int) -> dict[str, Any]:
             f"parallelism.tensor_parallel: {heads} key/value heads don't divide among {degree} ranks",
             hint="choose a degree that divides model.num_key_value_heads",
         )
-    plan: dict[str, Any] = {
-        "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    for index in model.layers:
+    plan: dict[str, Any] = {}
+    names = list(model.layers)
+    if model.embed_tokens is not None:
+        plan["embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    else:
+        plan[f"layers.{names[0]}"] = PrepareModuleInput(
+            input_layouts=(Replicate(), None, None), desired_input_layouts=(Shard(1), None, None), use_local_output=True
+        )
+    if model.norm is not None:
+        plan["norm"] = SequenceParallel()
+        plan["lm_head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    else:
+        plan[f"layers.{names[-1]}"] = PrepareModuleOutput(
+            output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=True
+        )
+    for index in names:
         block = f"layers.{index}"
         plan |= {
             f"{block}.input_layernorm": SequenceParallel(),

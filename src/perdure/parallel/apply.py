@@ -1,34 +1,170 @@
-"""A layout applied to a model: tensor parallelism first, then FSDP2. torch does the work."""
+"""A layout applied to a model: pipeline stages first, then tensor parallelism, then FSDP2. torch does the work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from perdure.config.layer_ranges import even_stages, stage_ranges
+from perdure.config.schema import ParallelismConfig, TrainConfig
 from perdure.errors import UsageError
+from perdure.parallel.gradients import Tied
 from perdure.parallel.mesh import Mesh
+from perdure.parallel.pipeline import Pipeline, first_argument
+from perdure.parallel.recompute import apply_recompute
+from perdure.parallel.shapes import Shapes, meta_copy
+from perdure.parallel.stages import Cut, cut, layer_names, put_tied, without
 
-__all__ = ["parallelize"]
+__all__ = ["Parallel", "parallelize"]
 
 
-def parallelize(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """The model, cut as the mesh says; in place where torch allows.
+@dataclass(frozen=True)
+class Parallel:
+    """A model under a layout.
 
-    A model says by `tensor_parallel_plan(degree)`, a mapping for `parallelize_module`, how it is cut by tensors.
+    Attributes:
+        model: what this rank holds, with the names of the whole model.
+        pipeline: runs micro-batches where the model is cut into stages; `model` cannot be called then.
+        tied: parameters that other stages hold too.
+        mean_over: over how many ranks gradients arrive as a mean instead of a sum.
+    """
+
+    model: nn.Module
+    pipeline: Pipeline | None = None
+    tied: tuple[Tied, ...] = ()
+    mean_over: int = 1
+
+
+def parallelize(model: nn.Module, mesh: Mesh, device: torch.device, config: TrainConfig) -> Parallel:
+    """The model on `device`, cut as the mesh says; in place where torch allows.
+
+    A model says by `tensor_parallel_plan(degree)`, a mapping for `parallelize_module`, how it is cut by tensors, and
+    by `pipeline_plan()` how it is cut into stages (see `perdure.parallel.stages`).
 
     Raises:
-        UsageError: tensor parallelism for a model without a plan, or sizes that don't divide.
+        UsageError: the model has no plan for what is asked, or sizes don't divide.
+        ConfigError: layers are placed that are not there.
     """
-    if mesh.tensor is not None:
-        _tensor_parallel(model, mesh)
-    if mesh.sharded is not None:
-        for block in _blocks(model):
-            fully_shard(block, mesh=mesh.sharded)
-        fully_shard(model, mesh=mesh.sharded)
-    return model
+    parts = _Parts.whole(model) if mesh.pipeline is None else _Parts.cut(model, mesh, config)
+    layers = list(_blocks(model))
+    for stage in parts.stages.values():
+        stage.to(device)
+    parts.model.to(device)
+    apply_recompute(layers, config.recompute)
+    for stage in parts.stages.values():
+        if mesh.tensor is not None:
+            _tensor_parallel(stage, mesh)
+        if mesh.sharded is not None:
+            _shard(stage, mesh, device, config.parallelism)
+    sums = mesh.sharded is not None and config.parallelism.disable_gradient_division
+    return Parallel(
+        model=parts.model,
+        pipeline=parts.pipeline(mesh, device, config.parallelism.pipeline_parallel_schedule),
+        tied=parts.tie(model, mesh),
+        mean_over=mesh.data_ranks if mesh.sharded is not None and not sums else 1,
+    )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a rank holds of a model: all of it, and by stages."""
+
+    model: nn.Module
+    stages: Mapping[int, nn.Module]
+    division: Cut | None = None
+    shapes: Shapes | None = None
+
+    @classmethod
+    def whole(cls, model: nn.Module) -> _Parts:
+        return cls(model, {0: model})
+
+    @classmethod
+    def cut(cls, model: nn.Module, mesh: Mesh, config: TrainConfig) -> _Parts:
+        assert mesh.pipeline is not None
+        ranks, place = mesh.pipeline.size(), mesh.pipeline.get_local_rank()
+        division = cut(model, _placed(model, ranks, config))
+        count = len(division.held)
+        mine = range(place, count, ranks)
+        bare = meta_copy(model)
+        shapes = Shapes([without(bare, division.absent({number})) for number in range(count)], first_argument(model))
+        stages = {number: without(model, division.absent({number})) for number in mine}
+        return cls(without(model, division.absent(mine)), stages, division, shapes)
+
+    def pipeline(self, mesh: Mesh, device: torch.device, schedule: str) -> Pipeline | None:
+        if mesh.pipeline is None or self.division is None or self.shapes is None:
+            return None
+        first = first_argument(self.model)
+        group = mesh.pipeline.get_group()
+        return Pipeline(self.stages, len(self.division.held), self.shapes, first, group, device, schedule)
+
+    def tie(self, whole: nn.Module, mesh: Mesh) -> tuple[Tied, ...]:
+        """Gives tied parameters all their names, and their group; every rank passes here."""
+        if mesh.pipeline is None or self.division is None:
+            return ()
+        found = []
+        ranks, place = mesh.pipeline.size(), mesh.pipeline.get_local_rank()
+        for names in self.division.tied:
+            stages = {stage for name in names for stage in self.division.stages_of(name)}
+            holders = tuple(sorted({stage % ranks for stage in stages}))
+            if mesh.sharded is not None and len(holders) < len(stages):
+                raise UsageError(
+                    f"parallelism: {names[0]} and {names[1]} are one tensor in two stages of one rank, which cannot "
+                    "be sharded",
+                    hint="place the layers so that the two lie on different ranks, or in one stage",
+                )
+            group = mesh.pipeline_group(holders)
+            if place in holders:
+                here = next(n for n in names if {s % ranks for s in self.division.stages_of(n)} & {place})
+                parameter = self.model.get_parameter(here)
+                put_tied(self.model, whole, names, parameter)
+                found.append(Tied(parameter, group, counts=place == holders[0]))
+        return tuple(found)
+
+
+def _placed(model: nn.Module, ranks: int, config: TrainConfig) -> list[range]:
+    """The layers of each stage."""
+    parallelism, key = config.parallelism, "parallelism.pipeline_parallel_layers_per_stage"
+    chunks, wish = parallelism.pipeline_parallel_interleave_num, parallelism.pipeline_parallel_layers_per_stage
+    layers = len(layer_names(model))
+    try:
+        if wish in (None, "auto"):
+            return even_stages(layers, ranks, chunks)
+        placed = stage_ranges(wish, chunks)
+    except ValueError as error:
+        raise config.fault(key, str(error)) from None
+    if placed[-1].stop != layers:
+        raise config.fault(key, f"expected all {layers} layers, found {placed[-1].stop}")
+    return placed
+
+
+def _shard(model: nn.Module, mesh: Mesh, device: torch.device, parallelism: ParallelismConfig) -> None:
+    """FSDP2 over the blocks of a model or stage, and over what is left of it."""
+    policy = parallelism.reshard_after_forward_policy
+    keep = policy == "never" or parallelism.data_parallel_shard_strategy == "optim_grads"
+    if policy == "default":
+        # A stage runs forward for many micro-batches; gathering each time would cost more than it saves.
+        keep = keep or mesh.pipeline is not None
+    settings: dict[str, Any] = {
+        "mesh": mesh.sharded,
+        "reshard_after_forward": False if keep else True if policy == "always" else None,
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        if parallelism.cpu_offload
+        else OffloadPolicy(),
+    }
+    for block in _blocks(model):
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+    if parallelism.disable_gradient_division:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -5,15 +5,30 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["global_norm", "scale", "settle", "sum_over_replicas"]
+__all__ = ["Tied", "global_norm", "scale", "settle", "sum_over_replicas", "sum_tied"]
 
 BUCKET = 32 << 20
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter that several pipeline stages hold: each has a part of its gradient.
+
+    Attributes:
+        group: the ranks that hold it.
+        counts: whether this rank's counts in the norm (one of the group does).
+    """
+
+    parameter: Tensor
+    group: Any
+    counts: bool
 
 
 @torch.no_grad()
@@ -50,16 +65,33 @@ def _sum(bucket: list[Tensor], group: Any) -> None:
 
 
 @torch.no_grad()
-def global_norm(gradients: Sequence[Tensor]) -> float:
-    """The 2-norm over all elements of all gradients, each counted once, the same on every rank."""
+def sum_tied(gradient: Tensor, tied: Tied) -> None:
+    """Sums the gradient of a tied parameter over the ranks that hold it, in place."""
+    dist.all_reduce(_local(gradient), group=tied.group)
+
+
+@torch.no_grad()
+def global_norm(gradients: Sequence[Tensor], pipeline: Any = None) -> float:
+    """The 2-norm over all elements of all gradients, each counted once, the same on every rank.
+
+    Args:
+        pipeline: the mesh of the stages, each with gradients of its own, or None.
+    """
     total = 0.0
     for group in _alike(gradients):
         norms = torch._foreach_norm([_local(g) for g in group], 2)
         square = torch.stack([n.to(torch.float64) for n in norms]).square().sum()
         for axis, placement in enumerate(getattr(group[0], "placements", ())):
             if not placement.is_replicate():
-                dist.all_reduce(square, group=group[0].device_mesh.get_group(axis))  # type: ignore[attr-defined]
+                mesh: Any = group[0].device_mesh  # type: ignore[attr-defined]
+                # Offloaded gradients lie in host memory, which a device's group cannot sum.
+                square = square.to(mesh.device_type)
+                dist.all_reduce(square, group=mesh.get_group(axis))
         total += float(square)
+    if pipeline is not None:
+        summed = torch.tensor(total, dtype=torch.float64, device=pipeline.device_type)
+        dist.all_reduce(summed, group=pipeline.get_group())
+        total = float(summed)
     return math.sqrt(total) if math.isfinite(total) else total
 
 

@@ -16,6 +16,7 @@ from perdure.data.sources.registry import build_source, source_keys
 from perdure.errors import ConfigError, UsageError
 from perdure.importing import KeyFaults, import_object
 from perdure.models.build import build_model
+from perdure.models.lora import add_adapters
 from perdure.optim.build import build_optimizer
 from perdure.optim.schedules import build_schedule
 from perdure.parallel.mesh import Mesh
@@ -66,12 +67,21 @@ def _source(config: TrainConfig, section: DataloaderConfig, name: str) -> Any:
 
 
 def network(config: TrainConfig, given: nn.Module | None, dataset: Any) -> nn.Module:
-    """The model: what was passed, or what `model` describes; the data say how many token ids there are."""
-    if given is not None:
-        return given
-    config.require(model=True)
+    """The model: what was passed, or what `model` describes; the data say how many token ids there are.
+
+    With `lora_config` all of it is frozen but the adapters that it gets.
+    """
+    adapters = config.lora_config
+    if adapters is not None and config.parallelism.tensor_parallel > 1:
+        raise config.fault("lora_config", "not built yet: adapters on layers that are cut by tensor parallelism")
+    config.require(model=given is None)
     try:
-        return build_model(config.model, vocab_size=getattr(dataset, "vocab_size", None))
+        model = given
+        if model is None:
+            model = build_model(config.model, vocab_size=getattr(dataset, "vocab_size", None))
+        if adapters is not None:
+            add_adapters(model, adapters)
+        return model
     except KeyFaults as faults:
         raise config.faults(faults.faults) from faults
 
@@ -81,11 +91,19 @@ def optimizer_and_schedule(config: TrainConfig, model: nn.Module, given: Any, me
 
     An optimizer that was passed keeps the ratios of its groups' rates to `lr_scheduler.learning_rate`.
     """
+    if given is not None and config.lora_config is not None:
+        raise config.fault("lora_config", "the optimizer that was passed does not know the adapters")
     if given is None and mesh.sharded is not None and config.optimizer.type == "Adafactor":
         raise config.fault(
             "optimizer.type",
             "torch's Adafactor does not work on sharded parameters",
             hint="use parallelism.data_parallel_replicate for all ranks, or another optimizer",
+        )
+    if given is not None and mesh.pipeline is not None:
+        raise config.fault(
+            "parallelism.pipeline_parallel",
+            "the optimizer that was passed holds the parameters of the whole model, of which a rank has one stage",
+            hint="describe it in the optimizer section",
         )
     try:
         schedule = build_schedule(config.lr_scheduler, config.training.steps)

@@ -6,14 +6,16 @@ so neither draws nor cursor of the run are touched.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
-from perdure.data.loader import ResumableLoader
+from perdure.data.loader import MicroBatch, ResumableLoader
 from perdure.engine.ranks import Ranks
 from perdure.errors import DataError
+from perdure.parallel.apply import Parallel
 from perdure.parallel.mesh import Mesh
 from perdure.train.step import LossFunction, loss_and_count, to_device
 
@@ -62,16 +64,28 @@ class Evaluation:
             )
 
     @torch.no_grad()
-    def run(self, model: nn.Module) -> float:
+    def run(self, parallel: Parallel) -> float:
         """Mean loss per valid token (or sample) over the data set, the same on every rank."""
+        model, pipeline = parallel.model, parallel.pipeline
         was_training = model.training
         model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         self._loader.seek(0)
         for batch in self._loader.take(self._steps):
-            for micro in batch.micro_batches:
+            micro_batches = batch.micro_batches
+
+            def loss(index: int, model: Any, micro_batches: Sequence[MicroBatch] = micro_batches) -> Tensor:
+                nonlocal sums
+                micro = micro_batches[index]
                 value, count = loss_and_count(self._loss, model, to_device(micro.data, self._device), len(micro.ids))
                 sums += torch.tensor([float(value), count], dtype=torch.float64) * self._mesh.counts
+                return value
+
+            if pipeline is not None:
+                pipeline.evaluate(len(micro_batches), loss, lambda index, stage: None)
+            else:
+                for index in range(len(micro_batches)):
+                    loss(index, model)
         model.train(was_training)
         loss, count = self._ranks.sum(sums, "evaluating").tolist()
         return float(loss / max(count, 1.0))

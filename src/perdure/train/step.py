@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from perdure.data.loader import StepBatch
 from perdure.data.samples import sample_sum
 from perdure.engine.ranks import Ranks
-from perdure.errors import UsageError
+from perdure.errors import TrainingError, UsageError
 from perdure.optim.scaler import LossScaler
-from perdure.parallel.gradients import global_norm, scale, settle, sum_over_replicas
+from perdure.parallel.apply import Parallel
+from perdure.parallel.gradients import global_norm, scale, settle, sum_over_replicas, sum_tied
 from perdure.parallel.mesh import Mesh
 from perdure.state.random import seed_streams
 from perdure.train.health import HealthMonitor, Verdict
@@ -69,6 +70,7 @@ class TrainStep:
     """Runs optimizer steps.
 
     Args:
+        parallel: the model under its layout.
         loss: `loss(model, batch)` gives (sum, count), or the mean over the micro-batch's samples.
         max_norm: gradients are clipped to this global norm; 0 leaves them.
         skip_non_finite: leave out an update whose gradient norm is not finite.
@@ -77,7 +79,7 @@ class TrainStep:
 
     def __init__(
         self,
-        model: nn.Module,
+        parallel: Parallel,
         optimizer: Any,
         *,
         loss: LossFunction,
@@ -90,7 +92,7 @@ class TrainStep:
         skip_non_finite: bool,
         health: HealthMonitor,
     ) -> None:
-        self._model, self._optimizer, self._loss = model, optimizer, loss
+        self._parallel, self._model, self._optimizer, self._loss = parallel, parallel.model, optimizer, loss
         self._ranks, self._mesh, self._device, self._scaler = ranks, mesh, device, scaler
         self._seed, self._max_norm, self._skip, self._health = seed, max_norm, skip_non_finite, health
 
@@ -103,17 +105,31 @@ class TrainStep:
     ) -> StepResult:
         """One step over `batch`; `learning_rate` gives each parameter group its rate, `stop` the signal received."""
         self._model.train()
+        micro_batches = batch.micro_batches
         loss_sum = torch.zeros((), dtype=torch.float64)
-        tokens = id_sum = 0
-        for micro in batch.micro_batches:
+        tokens = 0
+
+        def scaled_loss(index: int, model: Any) -> Tensor:
+            nonlocal loss_sum, tokens
+            micro = micro_batches[index]
             seed_streams(self._seed, micro.first)
-            value, count = loss_and_count(self._loss, self._model, to_device(micro.data, self._device), len(micro.ids))
-            self._scaler.scale_loss(value / global_batch_size).backward()  # type: ignore[no-untyped-call]
-            if hasattr(self._optimizer, "accumulate_grads"):
-                self._optimizer.accumulate_grads()
+            value, count = loss_and_count(self._loss, model, to_device(micro.data, self._device), len(micro.ids))
             loss_sum += value.detach().double().cpu()
             tokens += count
-            id_sum += sample_sum(micro.positions, micro.ids)
+            return self._scaler.scale_loss(value / global_batch_size)
+
+        if self._parallel.pipeline is not None:
+            self._parallel.pipeline.train(
+                len(micro_batches),
+                scaled_loss,
+                lambda index, stage: seed_streams(self._seed, micro_batches[index].first, stage),
+            )
+        else:
+            for index in range(len(micro_batches)):
+                scaled_loss(index, self._model).backward()  # type: ignore[no-untyped-call]
+                if hasattr(self._optimizer, "accumulate_grads"):
+                    self._optimizer.accumulate_grads()
+        id_sum = sum(sample_sum(micro.positions, micro.ids) for micro in micro_batches)
         return self._finish(batch.first, loss_sum, tokens, id_sum, global_batch_size, learning_rate, stop)
 
     def _finish(
@@ -128,6 +144,7 @@ class TrainStep:
     ) -> StepResult:
         gradients = self._gradients()
         sum_over_replicas(gradients, self._mesh.replicas)
+        elsewhere = self._sum_tied()
         asked = stop()
         # One reduction carries everything the ranks must agree on; 32-bit halves keep sums exact in float64.
         mine = [float(loss_sum), tokens, id_sum & 0xFFFFFFFF, id_sum >> 32 & 0xFFFFFFFF]
@@ -138,8 +155,8 @@ class TrainStep:
         self._ranks.sum(shared, "finishing a step")
         loss, count, low, high, *wishes = shared.tolist()
         count = max(count, 1.0)
-        scale(gradients, self._mesh.mean_over * batch_size / count / self._scaler.scale)
-        norm = global_norm(gradients)
+        scale(gradients, self._parallel.mean_over * batch_size / count / self._scaler.scale)
+        norm = global_norm([g for g in gradients if id(g) not in elsewhere], self._mesh.pipeline)
         finite = math.isfinite(norm)
         overflow = self._scaler.dynamic and not finite
         verdict = self._health.judge(position, loss / count, norm, self._embedding_norm, overflow=overflow)
@@ -163,12 +180,31 @@ class TrainStep:
         settle(parameters)
         return [p.grad for p in parameters if p.grad is not None]
 
+    def _sum_tied(self) -> set[int]:
+        """Sums the gradients of what several stages hold; gives the ids of those that count on another rank."""
+        elsewhere: set[int] = set()
+        for tied in self._parallel.tied:
+            if not tied.parameter.requires_grad:
+                continue
+            gradient = self._owner(tied.parameter).grad
+            if gradient is None:
+                raise TrainingError("a tied parameter got no gradient on one of its pipeline stages")
+            sum_tied(gradient, tied)
+            if not tied.counts:
+                elsewhere.add(id(gradient))
+        return elsewhere
+
+    def _owner(self, parameter: Tensor) -> Tensor:
+        """Whose gradient is used for a parameter: its FP32 master's, or its own."""
+        master = getattr(self._optimizer, "main_param_of", lambda parameter: None)(parameter)
+        return parameter if master is None else master
+
     def _embedding_norm(self) -> float:
         """The norm of the embeddings' gradients, as they are scaled by now."""
-        master = getattr(self._optimizer, "main_param_of", lambda parameter: None)
         tables = dict.fromkeys(m.weight for m in self._model.modules() if isinstance(m, nn.Embedding))
-        owners = [p if (main := master(p)) is None else main for p in tables]
-        return global_norm([p.grad for p in owners if p.grad is not None])
+        elsewhere = {id(tied.parameter) for tied in self._parallel.tied if not tied.counts}
+        owners = [self._owner(p) for p in tables if id(p) not in elsewhere]
+        return global_norm([p.grad for p in owners if p.grad is not None], self._mesh.pipeline)
 
 
 def loss_and_count(loss: LossFunction, model: nn.Module, data: Any, samples: int) -> tuple[Tensor, int]:

@@ -111,7 +111,6 @@ class Trainer:
 
     def _build(self, stack: contextlib.ExitStack) -> None:
         config, training = self.config, self.config.training
-        self.ranks = Ranks()
         self.console = Console(self.ranks.is_first)
         stack.callback(self.console.end)
         self.device = build.device()
@@ -119,9 +118,11 @@ class Trainer:
         torch.use_deterministic_algorithms(training.deterministic)
         seed_all(training.seed)
         self.train_dataset = build.data(config, self.train_dataset)
-        self.model = parallelize(build.network(config, self.model, self.train_dataset).to(self.device), self.mesh)
+        network = build.network(config, self.model, self.train_dataset)
+        self.scaler = LossScaler.for_dtypes(*(p.dtype for p in network.parameters()))
+        self._parallel = parallelize(network, self.mesh, self.device, config)
+        self.model = self._parallel.model
         self.optimizer, self._rate = build.optimizer_and_schedule(config, self.model, self.optimizer, self.mesh)
-        self.scaler = LossScaler.for_dtypes(*(p.dtype for p in self.model.parameters()))
         self.loader = build.loader(config, self.train_dataset, self.mesh)
         stack.callback(lambda: self.loader.close())
         self._left_out = LeftOut()
@@ -145,7 +146,7 @@ class Trainer:
             )
         )
         self._run_step = TrainStep(
-            self.model,
+            self._parallel,
             self.optimizer,
             loss=self._loss,
             ranks=self.ranks,
@@ -182,19 +183,6 @@ class Trainer:
         stack.callback(evaluation.close)
         return evaluation
 
-    def _wish(self) -> Wish:
-        training = self.config.training
-        return Wish(
-            global_batch_size=training.global_batch_size,
-            steps=training.steps,
-            seed=training.seed,
-            shuffle=self.config.train_dataset.dataloader.shuffle,
-            local_batch_size=training.local_batch_size,
-            rampup=training.rampup_batch_size is not None,
-            ignore_data_skip=training.ignore_data_skip,
-            data_skip_steps=training.data_skip_steps,
-        )
-
     # ---- resuming
 
     def _resume(self, checkpoint_path: str | None) -> None:
@@ -213,7 +201,7 @@ class Trainer:
         if loaded.weights_only:
             notes.append("weights only: step 0, first sample, fresh optimizer")
         else:
-            point = resume_point(saved, loaded.training, self._wish(), self.loader.identity())
+            point = resume_point(saved, loaded.training, Wish.of(self.config), self.loader.identity())
             state.global_step, state.consumed_samples = point.global_step, point.consumed_samples
             state.skipped_steps, state.consecutive_skipped_steps = loaded.training.get("skipped_steps", (0, 0))
             self.health.load_state_dict(loaded.training.get("health", {}))
@@ -246,7 +234,7 @@ class Trainer:
             "datasets": {"train": self.loader.identity()},
             "shuffle": self.config.train_dataset.dataloader.shuffle,
             "settings": self._settings,
-            "applied": self._wish().one_shot,
+            "applied": Wish.of(self.config).one_shot,
             "loss_scale_good_steps": self.scaler.good_steps,
             "health": self.health.state_dict(),
             "skipped_steps": [self.state.skipped_steps, self.state.consecutive_skipped_steps],
@@ -292,10 +280,10 @@ class Trainer:
 
     def _evaluate(self) -> None:
         state, every = self.state, self.config.training.eval_interleaved_steps
-        if self._evaluation is None or state.global_step % every or self.model is None:
+        if self._evaluation is None or state.global_step % every:
             return
         with self.ranks.phase.at("evaluating"):
-            state.eval_loss = self._evaluation.run(self.model)
+            state.eval_loss = self._evaluation.run(self._parallel)
         self._logbook.evaluation(state)
         self.console.say(f"step {state.global_step}: evaluation loss {state.eval_loss:.4f}")
 

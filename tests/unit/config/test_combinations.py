@@ -204,8 +204,16 @@ def test_degrees_make_up_the_ranks() -> None:
     ):
         check_ranks(config, 3)
     config = _config(training={"global_batch_size": 8}, parallelism={"data_parallel_shard": 2})
+    assert (check_ranks(config, 4).replicate, check_ranks(config, 4).shard) == (2, 2)
+    written = {"data_parallel_shard": 2, "data_parallel_replicate": 1}
+    config = _config(training={"global_batch_size": 8}, parallelism=written)
     with pytest.raises(ConfigError, match=r"data_parallel_shard: expected 4 or -1 for 4 ranks, found 2"):
         check_ranks(config, 4)
+    config = _config(training={"global_batch_size": 8}, parallelism={"dense_fsdp_shard_size": 2})
+    assert (check_ranks(config, 8).replicate, check_ranks(config, 8).shard) == (4, 2)
+    config = _config(training={"global_batch_size": 6}, parallelism={"dense_fsdp_shard_size": 4})
+    with pytest.raises(ConfigError, match=r"dense_fsdp_shard_size: expected a divisor of the 6 ranks .* found 4"):
+        check_ranks(config, 6)
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 16))
