@@ -45,8 +45,7 @@ bench: $(VENV)/.installed-dev
 	done
 
 crash-matrix: $(VENV)/.installed-dev
-	@[ -d tests/crash ] || { echo 'error: there is no tests/crash/' >&2; exit 1; }
-	PERDURE_CRASH_SWEEP=full $(BIN)/python -m pytest tests/crash -m 'slow or not slow' --timeout 3600
+	$(BIN)/python -m tests.crash.matrix docs/reference/crash-matrix.md
 
 clean:
 	rm -rf output build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

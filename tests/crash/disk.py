@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,18 +41,24 @@ class Folder:
 
 
 class Disk(Storage):
-    """Args: cut: the number of the changing operation (from 1) before which the power goes; 0: never."""
+    """A disk whose top holds a copy of a real folder, all of it durable.
 
-    def __init__(self, cut: int = 0, exchanges: bool = True) -> None:
-        self.top = Folder()
-        self.count, self.cut, self._exchanges = 0, cut, exchanges
+    Args:
+        base: the folder.
+        at: the path under which the top is known.
+        cut: the number of the changing operation (from 1) before which the power goes; 0: never.
+        exchanges: whether it can swap two names.
+    """
 
-    @classmethod
-    def of(cls, path: str, cut: int = 0, exchanges: bool = True) -> Disk:
-        """A disk whose top holds a copy of a real folder, all of it durable."""
-        disk = cls(cut, exchanges)
-        disk.top = _copied(path)
-        return disk
+    def __init__(self, base: str, *, at: str = "/", cut: int = 0, exchanges: bool = True) -> None:
+        self.top = _copied(base)
+        self.log: list[tuple[str, str]] = []
+        self._at, self._cut, self._exchanges = at, cut, exchanges
+        self._lock = threading.RLock()
+
+    def power_off(self) -> None:
+        """What happens at the cut; must not return."""
+        raise PowerCut
 
     def materialise(self, path: str, view: View) -> None:
         """Writes into the real, empty folder `path` what is found after the power came back."""
@@ -76,31 +83,31 @@ class Disk(Storage):
         return 1 << 40
 
     def make_directory(self, path: str) -> None:
-        with self._operation():
+        with self._operation("make_directory", path):
             if self.exists(path):
                 raise OSError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             self._parent(path).entries[os.path.basename(path)] = Folder()
 
     def create(self, path: str, size: int) -> FileWriter:
-        with self._operation():
+        with self._operation("create", path):
             if self.exists(path):
                 raise OSError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             file = self._parent(path).entries[os.path.basename(path)] = File()
-        return _Writer(self, file)
+        return _Writer(self, path, file)
 
     def write(self, path: str, data: Buffer) -> None:
         # Three moments at which the power can go: nothing, bytes without fsync, fsynced.
-        with self._operation():
+        with self._operation("write", path):
             file = self._parent(path).entries.get(os.path.basename(path))
             if not isinstance(file, File):
                 file = self._parent(path).entries[os.path.basename(path)] = File()
             file.data[:] = data
             file.durable = None
-        with self._operation():
+        with self._operation("write", path):
             file.durable = bytes(file.data)
 
     def append(self, path: str, data: Buffer, durable: bool) -> None:
-        with self._operation():
+        with self._operation("append", path):
             file = self._parent(path).entries.setdefault(os.path.basename(path), File())
             assert isinstance(file, File)
             file.data += data
@@ -108,7 +115,7 @@ class Disk(Storage):
                 file.durable = bytes(file.data)
 
     def rename(self, source: str, target: str) -> None:
-        with self._operation():
+        with self._operation("rename", target):
             node, there = self._find(source), self._find(target)
             if node is None:
                 raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), source)
@@ -118,7 +125,7 @@ class Disk(Storage):
             self._parent(target).entries[os.path.basename(target)] = node
 
     def exchange(self, a: str, b: str) -> None:
-        with self._operation():
+        with self._operation("exchange", b):
             if not self._exchanges:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), a)
             here, there = self._parent(a).entries, self._parent(b).entries
@@ -126,33 +133,34 @@ class Disk(Storage):
             here[one], there[other] = there[other], here[one]
 
     def unlink(self, path: str) -> None:
-        with self._operation():
+        with self._operation("unlink", path):
             if not isinstance(self._find(path), File):
                 raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             del self._parent(path).entries[os.path.basename(path)]
 
     def remove_directory(self, path: str) -> None:
-        with self._operation():
+        with self._operation("remove_directory", path):
             if self._folder(path).entries:
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
             del self._parent(path).entries[os.path.basename(path)]
 
     def sync_directory(self, path: str) -> None:
-        with self._operation():
+        with self._operation("sync_directory", path):
             folder = self._folder(path)
             folder.durable = dict(folder.entries)
 
     @contextmanager
-    def _operation(self) -> Iterator[None]:
-        self.count += 1
-        if self.count == self.cut:
-            raise PowerCut
-        yield
+    def _operation(self, name: str, path: str) -> Iterator[None]:
+        with self._lock:
+            if len(self.log) + 1 == self._cut:
+                self.power_off()
+            self.log.append((name, path))
+            yield
 
     def _find(self, path: str) -> File | Folder | None:
         node: File | Folder | None = self.top
-        for part in path.strip("/").split("/"):
-            if not part:
+        for part in os.path.relpath(path, self._at).split("/"):
+            if part == ".":
                 continue
             node = node.entries.get(part) if isinstance(node, Folder) else None
         return node
@@ -168,17 +176,17 @@ class Disk(Storage):
 
 
 class _Writer(FileWriter):
-    def __init__(self, disk: Disk, file: File) -> None:
-        self._disk, self._file = disk, file
+    def __init__(self, disk: Disk, path: str, file: File) -> None:
+        self._disk, self._path, self._file = disk, path, file
 
     def pwrite(self, data: Buffer, offset: int) -> None:
-        with self._disk._operation():
+        with self._disk._operation("pwrite", self._path):
             end = offset + len(data)
             self._file.data.extend(bytes(max(0, end - len(self._file.data))))
             self._file.data[offset:end] = data
 
     def finish(self, size: int) -> None:
-        with self._disk._operation():
+        with self._disk._operation("finish", self._path):
             del self._file.data[size:]
             self._file.durable = bytes(self._file.data)
 

@@ -1,13 +1,12 @@
 """Kills a save before and after each of its storage operations, or cuts the power there, and looks at what is found.
 
 Run as a program, in a process of its own that never loads torch, so that forking is cheap and safe:
-`python -m tests.crash.storage_sweep SCENARIO kill|power` prints {"operations", "tried", "lost": [...]}.
+`python -m tests.crash.storage_sweep SCENARIO kill|power` prints a tally.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ from itertools import product
 
 from tests.checkpoints import Tensor, build_checkpoint, floats, write_shards
 from tests.crash.disk import VIEWS, Disk, PowerCut
+from tests.crash.tally import WITHIN, Tally, forked
 
 from perdure.catalog.choose import choose
 from perdure.catalog.lock import RootLock
@@ -104,19 +104,6 @@ def state_of(root: Root) -> dict[str, str]:
     return found | {"tracker": root.tracker().text}
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """Runs `work` in a fork; gives the wait status."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            os._exit(3)
-        os._exit(0)
-    return os.waitpid(pid, 0)[1]
-
-
 def faults_after(path: str, scenario: str, before: dict[str, str], after: dict[str, str]) -> list[str]:
     """What is wrong with a root that a killed process left."""
     found: list[str] = []
@@ -148,51 +135,49 @@ def faults_after(path: str, scenario: str, before: dict[str, str], after: dict[s
     return found
 
 
-def sweep(scenario: str) -> dict[str, object]:
-    """Every operation of a scenario, the process killed before and after it."""
+def sweep(scenario: str) -> Tally:
+    """Every operation of a scenario, the process killed before it, in the middle of it, and after it."""
     kind = SCENARIOS[scenario][2]
-    lost: list[str] = []
-    tried = 0
+    tally = Tally()
     with tempfile.TemporaryDirectory() as folder:
         base, before, after, operations = prepared(scenario, folder)
-        actions: tuple[Action, ...] = ("kill-before", "kill-after")
+        tally.operations[scenario] = len(operations)
+        actions: tuple[Action, ...] = ("kill-before", "kill-within", "kill-after")
         for number, action in product(range(1, len(operations) + 1), actions):
+            operation = operations[number - 1][0]
+            if action == "kill-within" and operation not in WITHIN:
+                continue
             path = shutil.copytree(base, os.path.join(folder, "root"))
             storage = FaultStorage(kind(), at=number, action=action)
-            status = in_child(partial(act, path, scenario, storage))
-            where = f"{scenario}: {action} operation {number}, {operations[number - 1][0]}"
-            if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
-                lost.append(f"{where}: the process was not killed")
-            tried += 1
-            lost += [f"{where}: {fault}" for fault in faults_after(path, scenario, before, after)]
+            code, said = forked(partial(act, path, scenario, storage))
+            faults = faults_after(path, scenario, before, after)
+            if code != -signal.SIGKILL:
+                faults.append(f"the process was not killed: {code} {said}")
+            tally.note((scenario, operation, action), number, faults)
             shutil.rmtree(path)
-    return {"operations": len(operations), "tried": tried, "lost": lost}
+    return tally
 
 
-def cut_power(scenario: str) -> dict[str, object]:
+def cut_power(scenario: str) -> Tally:
     """Every operation of a scenario, the power cut before it, with un-synced names and bytes lost or torn."""
     exchanges = SCENARIOS[scenario][2] is LocalStorage
-    lost: list[str] = []
-    tried = operations = 0
+    tally = Tally()
     with tempfile.TemporaryDirectory() as folder:
         base, before, after, _ = prepared(scenario, folder)
-        whole = Disk.of(base, exchanges=exchanges)
+        whole = Disk(base, exchanges=exchanges)
         act("/", scenario, whole, locked=False)
-        operations = whole.count
-        for number, view in product(range(1, operations + 2), VIEWS):
-            disk = Disk.of(base, cut=number, exchanges=exchanges)
+        operations = [*(name for name, _ in whole.log), "end"]
+        tally.operations[scenario] = len(operations) - 1
+        for number, view in product(range(1, len(operations) + 1), VIEWS):
+            disk = Disk(base, cut=number, exchanges=exchanges)
             with suppress(PowerCut):
                 act("/", scenario, disk, locked=False)
             path = os.path.join(folder, "root")
             os.mkdir(path)
             disk.materialise(path, view)
-            tried += 1
-            lost += [
-                f"{scenario}: power cut before operation {number}, {view}: {fault}"
-                for fault in faults_after(path, scenario, before, after)
-            ]
+            tally.note((scenario, operations[number - 1], view), number, faults_after(path, scenario, before, after))
             shutil.rmtree(path)
-    return {"operations": operations, "tried": tried, "lost": lost}
+    return tally
 
 
 def prepared(scenario: str, folder: str) -> tuple[str, dict[str, str], dict[str, str], list[tuple[str, str]]]:
@@ -208,4 +193,4 @@ def prepared(scenario: str, folder: str) -> tuple[str, dict[str, str], dict[str,
 
 
 if __name__ == "__main__":
-    print(json.dumps((sweep if sys.argv[2] == "kill" else cut_power)(sys.argv[1])))
+    print((sweep if sys.argv[2] == "kill" else cut_power)(sys.argv[1]).encode())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.crash.tally import Tally
 
 HERE = Path(__file__).resolve().parents[2]
 SCENARIOS = ("first", "next-with-retention", "overwrite", "overwrite-without-exchange", "clean-up", "rewind")
@@ -27,6 +27,6 @@ def test_cut_off_at_any_operation_the_old_or_the_new_truth_is_left(scenario: str
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["lost"] == []
-    assert result["tried"] >= 2 * result["operations"] > 0
+    tally = Tally.decode(done.stdout)
+    assert tally.faults == []
+    assert tally.tried.total() >= 2 * tally.operations.total() > 0

@@ -16,7 +16,7 @@ from perdure.storage.base import Buffer, Directory, FileReader, FileWriter, Stor
 
 __all__ = ["Action", "FaultStorage"]
 
-Action = Literal["count", "kill-before", "kill-after", "raise"]
+Action = Literal["count", "kill-before", "kill-within", "kill-after", "raise"]
 
 
 class FaultStorage(Storage):
@@ -25,7 +25,8 @@ class FaultStorage(Storage):
     Args:
         inner: the storage that does the work.
         at: the number at which to act; 0 only counts.
-        action: `kill-before` or `kill-after` the operation by SIGKILL, or `raise` an OSError.
+        action: `kill-before`, `kill-within` or `kill-after` the operation by SIGKILL, or `raise` an OSError.
+            Within a write half of its bytes get through; other operations have no middle and are not begun.
         code: errno for `raise`.
         only: acts on, and numbers, only operations whose (name, path) it accepts.
         sticky: with `raise`, every later operation fails too, as on a full disk.
@@ -55,7 +56,7 @@ class FaultStorage(Storage):
         )
         self._lock = threading.Lock()
 
-    def _run(self, name: str, path: str, work: Callable[[], None]) -> None:
+    def _run(self, name: str, path: str, work: Callable[[], None], half: Callable[[], None] | None = None) -> None:
         with self._lock:
             if self._only is not None and not self._only(name, path):
                 number = -1
@@ -65,7 +66,9 @@ class FaultStorage(Storage):
         due = number == self._at or (self._sticky and self._at and number > self._at)
         if due and self._action == "raise":
             raise OSError(self._code, f"{os.strerror(self._code)} (injected at operation {number}, {name})", path)
-        if due and self._action == "kill-before":
+        if due and self._action == "kill-within" and half is not None:
+            half()
+        if due and self._action in ("kill-before", "kill-within"):
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             work()
@@ -109,10 +112,17 @@ class FaultStorage(Storage):
         return _FaultWriter(self, path, made[0])
 
     def write(self, path: str, data: Buffer) -> None:
-        self._run("write", path, lambda: self.inner.write(path, data))
+        half = memoryview(data)[: len(data) // 2]
+        self._run("write", path, lambda: self.inner.write(path, data), lambda: self.inner.write(path, half))
 
     def append(self, path: str, data: Buffer, durable: bool) -> None:
-        self._run("append", path, lambda: self.inner.append(path, data, durable))
+        half = memoryview(data)[: len(data) // 2]
+        self._run(
+            "append",
+            path,
+            lambda: self.inner.append(path, data, durable),
+            lambda: self.inner.append(path, half, durable),
+        )
 
     def rename(self, source: str, target: str) -> None:
         self._run("rename", target, lambda: self.inner.rename(source, target))
@@ -135,7 +145,13 @@ class _FaultWriter(FileWriter):
         self._storage, self._path, self._inner = storage, path, inner
 
     def pwrite(self, data: Buffer, offset: int) -> None:
-        self._storage._run("pwrite", self._path, lambda: self._inner.pwrite(data, offset))
+        half = memoryview(data)[: len(data) // 2]
+        self._storage._run(
+            "pwrite",
+            self._path,
+            lambda: self._inner.pwrite(data, offset),
+            lambda: self._inner.pwrite(half, offset),
+        )
 
     def finish(self, size: int) -> None:
         self._storage._run("finish", self._path, lambda: self._inner.finish(size))
