@@ -17,6 +17,8 @@ from itertools import accumulate
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from perdure.data.order import EpochOrder, Permutation
 from perdure.errors import DataError, UsageError
 from perdure.format.keys import MASK, check_seed, derive, is_whole
@@ -25,11 +27,18 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["MAX_BLOCK", "Mixture", "MixtureOrder", "block_counts"]
+__all__ = ["MAX_BLOCK", "Mixture", "MixtureOrder", "MixtureRecord", "block_counts"]
 
 MAX_BLOCK = 10_000
 _MIN_BLOCK = 256
 _BLOCKS, _SOURCE = 0x626C6F636B73, 0x736F75726365
+
+
+class MixtureRecord(msgspec.Struct, frozen=True):
+    """Lengths of the sources, and their weights (as fractions) from positions on."""
+
+    lengths: list[int]
+    schedule: list[tuple[int, list[str]]]
 
 
 class Mixture:
@@ -88,6 +97,10 @@ class Mixture:
     def stream_order(self, seed: int, shuffle: bool) -> MixtureOrder:
         """Which index stands at which stream position, for `ResumableLoader`."""
         return MixtureOrder(self.lengths, self.schedule, seed, shuffle=shuffle)
+
+    def mixture_record(self) -> MixtureRecord:
+        """What the order depends on, for the ledger."""
+        return MixtureRecord(self.lengths, [(at, [str(w) for w in weights]) for at, weights in self.schedule])
 
     def identity(self) -> dict[str, Any]:
         """Type, summed length, the sources' identities, and the weights with their changes."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from math import isqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from perdure.errors import UsageError
 from perdure.format.keys import GAMMA, MASK, MULTIPLIER_1, MULTIPLIER_2, check_seed, derive, is_whole, mix64
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["MAX_LENGTH", "ORDER_VERSION", "SMALL", "EpochOrder", "Permutation"]
+__all__ = ["MAX_LENGTH", "ORDER_VERSION", "SMALL", "EpochOrder", "Order", "Permutation"]
 
 ORDER_VERSION = 1
 MAX_LENGTH = 1 << 60
@@ -178,6 +178,14 @@ class Permutation:
         left *= b
         left += right
         return left
+
+
+class Order(Protocol):
+    """Which data set index stands at which stream position."""
+
+    def gather(self, runs: Iterable[tuple[int, int]]) -> list[int]:
+        """Data set indices at the stream positions of ascending ranges [first, last), in a row."""
+        ...
 
 
 class EpochOrder:

@@ -48,6 +48,7 @@ class Workers:
     Args:
         fetcher: what serves a task.
         name: what the data set is called in errors.
+        where: says in words where the sample of a data set index lies.
         num_workers: processes; 0 fetches in the caller's.
         prefetch: tasks in flight per worker.
         pin_memory: copy tensors into pinned memory (only where there is an accelerator).
@@ -59,37 +60,45 @@ class Workers:
         fetcher: Fetcher,
         *,
         name: str,
+        where: Callable[[int], str],
         num_workers: int,
         prefetch: int,
         pin_memory: bool,
         board: Any,
     ) -> None:
-        self._name = name
+        self._name, self._where = name, where
         self._board = board
         self._num_workers = num_workers
         self._owner = os.getpid()
         self._tasks = _TaskStream()
         self._iterator: Iterator[Any] | None = None
+        self._fetcher = fetcher
+        self._loader: DataLoader[Any] | None = None
+        pin = pin_memory and torch.accelerator.is_available()
+        if num_workers or pin:
+            self._loader = self._torch_loader(prefetch, pin)
+        atexit.register(self.close)
+
+    def _torch_loader(self, prefetch: int, pin_memory: bool) -> DataLoader[Any]:
         settings: dict[str, Any] = {}
-        if num_workers:
+        if self._num_workers:
             settings["prefetch_factor"] = prefetch
             settings["persistent_workers"] = True
-            settings["worker_init_fn"] = _WorkerStart(board, os.getpid(), _in_main_thread())
+            settings["worker_init_fn"] = _WorkerStart(self._board, os.getpid(), _in_main_thread())
         with warnings.catch_warnings():
             # More workers than cores is the user's choice, and changes no result.
             warnings.filterwarnings("ignore", message=".*worker processes in total")
-            self._loader: DataLoader[Any] = DataLoader(
-                fetcher,  # type: ignore[arg-type]
+            return DataLoader(
+                self._fetcher,  # type: ignore[arg-type]
                 batch_size=None,
                 sampler=self._tasks,
-                num_workers=num_workers,
+                num_workers=self._num_workers,
                 collate_fn=_as_it_is,
-                pin_memory=pin_memory and torch.accelerator.is_available(),
+                pin_memory=pin_memory,
                 # A generator of its own: starting a pass draws a number, which must not come from the caller's stream.
                 generator=torch.Generator(),
                 **settings,
             )
-        atexit.register(self.close)
 
     def start(self, tasks: Callable[[], Iterator[Task]]) -> None:
         """Begins a new pass over tasks; what was in flight is dropped."""
@@ -97,7 +106,7 @@ class Workers:
         try:
             with warnings.catch_warnings(), _deaths.raised():
                 warnings.filterwarnings("ignore", message=".*worker processes in total")
-                self._iterator = iter(self._loader)
+                self._iterator = iter(self._loader) if self._loader else map(self._fetcher.__getitem__, tasks())
                 if self._num_workers:
                     _deaths.hold_back()
         except RuntimeError as error:
@@ -110,16 +119,19 @@ class Workers:
             DataError: a sample cannot be read or collated, or a worker died. The workers are ended.
         """
         assert self._iterator is not None
-        try:
-            with _deaths.raised():
-                fetched = next(self._iterator)
-        except RuntimeError as error:
-            raise self._died(error) from error
+        if self._num_workers == 0:
+            fetched = next(self._iterator)
+        else:
+            try:
+                with _deaths.raised():
+                    fetched = next(self._iterator)
+            except RuntimeError as error:
+                raise self._died(error) from error
         if isinstance(fetched, Failure):
             self.close()
             fetched.raise_error()
         data, ids = fetched
-        return data, array("q", ids).tolist()
+        return data, array("q", ids).tolist() if isinstance(ids, bytes) else ids
 
     def close(self, *, at_once: bool = False) -> None:
         """Ends the workers, `at_once` without waiting for the sample in hand; safe to call again."""
@@ -131,7 +143,8 @@ class Workers:
             return
         self._board[self._num_workers * BOARD_FIELDS] = 1
         shutdown = getattr(iterator, "_shutdown_workers", None)
-        self._loader._iterator = None
+        if self._loader is not None:
+            self._loader._iterator = None
         if at_once:
             self._kill()
         if shutdown is not None:
@@ -154,7 +167,7 @@ class Workers:
         for worker in range(self._num_workers):
             pid, position, index = board[worker * BOARD_FIELDS : (worker + 1) * BOARD_FIELDS]
             if pid in dead:
-                sample = f" near sample {index}, stream position {position}"
+                sample = f" near {self._where(index)}, stream position {position}"
         # The dead one may have taken the lock of the queue with it, on which the others then wait.
         self.close(at_once=True)
         return DataError(

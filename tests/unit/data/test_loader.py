@@ -268,7 +268,7 @@ def test_a_failing_sample_is_named(num_workers: int) -> None:
 
 def test_a_killed_worker_ends_in_an_error_that_names_the_sample() -> None:
     with ResumableLoader(Broken("kill"), global_batch_size=2, shuffle=False, num_workers=2) as loader:
-        with pytest.raises(DataError, match=r"Broken: .* near sample 5, stream position 5"):
+        with pytest.raises(DataError, match=r"Broken: .* near sample 5 \(numbers.txt line 5\), stream position 5"):
             list(loader.take(6))
         loader.seek(6)
         assert all_ids(loader, 3) == [[6, 7], [8, 9], [10, 11]]

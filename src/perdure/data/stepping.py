@@ -1,0 +1,214 @@
+"""Steps of a run's sample stream, one rank's share of each, and the position from which they go on."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from perdure.data.cursor import BatchPlan, Counters, counters
+from perdure.data.record import StreamRecord
+from perdure.data.share import Share
+from perdure.errors import DataError, UsageError
+
+__all__ = ["MicroBatch", "Progress", "StepBatch", "SteppedLoader"]
+
+
+_Loader = TypeVar("_Loader", bound="SteppedLoader")
+
+
+class Progress(Protocol):
+    """What `resume` reads of a run's progress."""
+
+    @property
+    def global_step(self) -> int: ...
+    @property
+    def consumed_samples(self) -> int | None: ...
+    @property
+    def global_batch_size(self) -> int: ...
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """`local_batch_size` samples, collated.
+
+    Attributes:
+        first: stream position of the first sample.
+        data: what `collate_fn` returned.
+        ids: data set indices that were really read, in order.
+        positions: stream positions of the samples: a range, or a tuple where a skip range lies inside.
+    """
+
+    first: int
+    data: Any
+    ids: list[int]
+    positions: Sequence[int]
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """One step's share of one rank. Iterating gives the `data` of its micro-batches.
+
+    Attributes:
+        first, last: stream positions [first, last) that the step consumes over all ranks.
+        global_batch_size: samples of the step over all ranks (last - first, less what is skipped).
+        micro_batches: those of this rank, in order.
+    """
+
+    first: int
+    last: int
+    global_batch_size: int
+    micro_batches: list[MicroBatch]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (micro_batch.data for micro_batch in self.micro_batches)
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+
+class SteppedLoader(ABC):
+    """Gives out steps from a position on.
+
+    Args:
+        share: which positions make up a step, and which of them are this rank's.
+        length: samples of an epoch; 0 where unknown.
+    """
+
+    def __init__(self, share: Share, length: int) -> None:
+        self.share = share
+        self.length = length
+        self._consumed = 0
+        self._pass = 0
+
+    @property
+    def plan(self) -> BatchPlan:
+        """Which stream positions make up which step."""
+        return self.share.plan
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per step over all ranks (at the end of the ramp, with `rampup`)."""
+        return self.plan.global_batch_size
+
+    @property
+    def local_batch_size(self) -> int:
+        """Samples per micro-batch."""
+        return self.share.local_batch_size
+
+    @property
+    def consumed_samples(self) -> int:
+        """The next stream position: that after the last step which `take` has given out."""
+        return self._consumed
+
+    @property
+    def counters(self) -> Counters:
+        """`epoch_num` and `step_num` at the present position; zeros where an epoch's length is unknown."""
+        if not self.length:
+            return Counters(0, 0)
+        return counters(self._consumed, self.length, self.plan.batch_at(self._consumed))
+
+    def seek(self, consumed_samples: int) -> None:
+        """Goes to a stream position, aligned to steps or not. Reads nothing; ends passes in progress."""
+        position = operator.index(consumed_samples)
+        if position < 0:
+            raise UsageError(f"consumed_samples must not be negative, but is {position}")
+        self._consumed = position
+        self._pass += 1
+
+    def set_init_step(self, step: int) -> None:
+        """Goes to where `step` steps from the beginning end, at this loader's batch size, ramp and skips."""
+        self.seek(self.plan.consumed_at(operator.index(step)))
+
+    def resume(self, progress: Progress) -> None:
+        """Goes to the position of a run's progress: its consumed samples, whatever the batch size was.
+
+        Where those are unknown (None; checkpoints made by others), `global_step * global_batch_size`.
+        """
+        consumed = progress.consumed_samples
+        self.seek(progress.global_step * progress.global_batch_size if consumed is None else consumed)
+
+    def take(self, steps: int | None = None) -> Iterator[StepBatch]:
+        """The next steps from the present position; None: without end.
+
+        `consumed_samples` advances as each step is given out, so a pass that is abandoned loses nothing:
+        another `take` goes on after the last step given out. A new `take` or a `seek` ends a pass in progress.
+
+        Raises:
+            DataError: while iterating: a sample cannot be read, or a worker died; named with source, index,
+                stream position and file where known.
+            UsageError: `steps` is negative; while iterating: the pass was ended by `seek` or `take`.
+        """
+        if steps is not None and operator.index(steps) < 0:
+            raise UsageError(f"steps must not be negative, but is {steps}")
+        self._pass += 1
+        return _Pass(self, self._pass, steps)
+
+    def close(self) -> None:
+        """Ends the worker processes. The loader stays usable: the next `take` starts new ones."""
+        self._pass += 1
+        self._close_workers()
+
+    def __enter__(self: _Loader) -> _Loader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What the data are: `type`, `length`, `fingerprint` (None where unknown), and what a source adds."""
+
+    @abstractmethod
+    def record(self) -> StreamRecord:
+        """All that decides which sample stands where, for the ledger."""
+
+    @abstractmethod
+    def _begin(self, steps: int | None) -> None:
+        """A pass over so many steps begins at the present position."""
+
+    @abstractmethod
+    def _micro_batches(self, runs: Sequence[tuple[tuple[int, int], ...]]) -> list[MicroBatch]:
+        """The next micro-batches of the pass; their kept positions are given."""
+
+    @abstractmethod
+    def _close_workers(self) -> None: ...
+
+    def _next_step(self) -> StepBatch:
+        step = self.plan.step_range(self._consumed)
+        try:
+            micro_batches = self._micro_batches(list(self.share.runs_of(step)))
+        except DataError:
+            self._pass += 1
+            self._close_workers()
+            raise
+        self._consumed = step.last
+        return StepBatch(step.first, step.last, step.global_batch_size, micro_batches)
+
+
+class _Pass(Iterator[StepBatch]):
+    """One `take`: valid until the loader begins another or moves."""
+
+    def __init__(self, loader: SteppedLoader, number: int, steps: int | None) -> None:
+        self._loader = loader
+        self._number = number
+        self._left = steps
+        self._begun = False
+
+    def __next__(self) -> StepBatch:
+        if self._left == 0:
+            raise StopIteration
+        if self._loader._pass != self._number:
+            raise UsageError(
+                "this pass over the loader has ended: the loader was moved, closed, failed or began another take()",
+                hint="take a new iterator from loader.take() after seek()",
+            )
+        if not self._begun:
+            self._loader._begin(self._left)
+            self._begun = True
+        step = self._loader._next_step()
+        if self._left is not None:
+            self._left -= 1
+        return step
