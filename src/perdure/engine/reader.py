@@ -1,7 +1,8 @@
 """Ranges of shard files read straight into tensor memory, checked block by block as they arrive.
 
-A piece that lies in memory as it lies in the file is read in place. Anything else (another cut,
-another dtype, strides, a device) goes through a slab of whole digest blocks and is copied from there.
+Ranges are read in file order by several threads: a large piece that lies in memory as it lies in the file
+in place, block by block; small shards near each other at once. Anything else (another cut, another dtype,
+strides, a device) goes through a slab of whole digest blocks and is copied from there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Protocol
@@ -30,6 +32,8 @@ from perdure.storage.base import FileReader
 __all__ = ["Fill", "ShardSource", "bytes_to_read", "read_tensors"]
 
 SLAB = BLOCK
+SMALL = 1 << 20
+GAP = 64 << 10
 
 
 class ShardSource(Protocol):
@@ -52,17 +56,31 @@ class Fill:
 
 @dataclass(frozen=True)
 class _Task:
+    """A shard that is needed, where it lies, and the pieces that it meets."""
+
     fill: Fill
     shard: ShardRecord
     reader: FileReader
     offset: int
+    pieces: tuple[Piece, ...]
+    stored: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return self.shard.box.numel * BY_SAFETENSORS[self.fill.record.dtype].itemsize
+
+    @property
+    def straight(self) -> Piece | None:
+        """A piece that lies in memory as the shard lies in the file."""
+        box = self.shard.box
+        return next((p for p in self.pieces if p.box == box and _in_place(p.tensor, self.stored)), None)
 
 
 def read_tensors(
     source: ShardSource,
     fills: Iterable[Fill],
     *,
-    threads: int = 2,
+    threads: int = 4,
     verify: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> int:
@@ -72,28 +90,79 @@ def read_tensors(
         DamagedCheckpointError: a block is not what was written; the file and the tensor are named.
         OSError: the storage failed, which is not damage.
     """
-    tasks = [
-        _Task(fill, shard, *source.locate(fill.section, fill.name, shard))
-        for fill in fills
-        for shard in _distinct(fill.record.shards)
-        if any(_meets(shard.box, piece.box) for piece in fill.pieces)
-    ]
+    tasks = []
+    for fill in fills:
+        stored = getattr(torch, BY_SAFETENSORS[fill.record.dtype].torch)
+        for shard in _distinct(fill.record.shards):
+            pieces = tuple(p for p in fill.pieces if _meets(shard.box, p.box))
+            if pieces and shard.box.numel:
+                reader, offset = source.locate(fill.section, fill.name, shard)
+                tasks.append(_Task(fill, shard, reader, offset, pieces, stored))
     tasks.sort(key=lambda t: (t.shard.file, t.offset))
     worker = _Worker(source, verify, progress)
-    if threads <= 1 or len(tasks) < 2:
-        for task in tasks:
-            worker.run(task)
+    jobs = _jobs(worker, tasks)
+    if threads <= 1:
+        for job in jobs:
+            job()
         return worker.bytes_read
+    crew = _Crew(jobs)
     with ThreadPoolExecutor(threads, thread_name_prefix="perdure-read") as pool:
-        futures = [pool.submit(worker.run, task) for task in tasks]
+        futures = [pool.submit(crew.work) for _ in range(threads)]
         try:
             for future in futures:
                 future.result()
         except BaseException:
-            worker.stopped = True
-            pool.shutdown(cancel_futures=True)
+            crew.stop()
             raise
     return worker.bytes_read
+
+
+class _Crew:
+    """Threads that take jobs in order; the first error ends all."""
+
+    def __init__(self, jobs: Iterator[Callable[[], None]]) -> None:
+        self._jobs, self._lock, self._stopped = jobs, threading.Lock(), False
+
+    def work(self) -> None:
+        try:
+            while True:
+                with self._lock:
+                    job = None if self._stopped else next(self._jobs, None)
+                if job is None:
+                    return
+                job()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        self._stopped = True
+
+
+def _jobs(worker: _Worker, tasks: list[_Task]) -> Iterator[Callable[[], None]]:
+    """Reads in file order: neighbours in one, a large shard that is read in place block by block."""
+    group: list[_Task] = []
+    for task in tasks:
+        if group and not _continues(group, task):
+            yield partial(worker.run_group, group)
+            group = []
+        if task.size <= SMALL:
+            group.append(task)
+        elif len(task.pieces) == 1 and (straight := task.straight) is not None:
+            memory = memory_of(straight.tensor)
+            for start in range(0, task.size, BLOCK):
+                yield partial(worker.read_checked, task, start, memory[start : start + BLOCK])
+        else:
+            yield partial(worker.run, task)
+    if group:
+        yield partial(worker.run_group, group)
+
+
+def _continues(group: list[_Task], task: _Task) -> bool:
+    """Whether a shard is read along with the ones before it."""
+    first, last = group[0], group[-1]
+    near = task.reader is last.reader and task.offset - (last.offset + last.size) <= GAP
+    return near and task.size <= SMALL and task.offset + task.size - first.offset <= SLAB
 
 
 def bytes_to_read(fills: Iterable[Fill]) -> int:
@@ -137,53 +206,78 @@ def _meets(a: Box, b: Box) -> bool:
 class _Worker:
     def __init__(self, source: ShardSource, verify: bool, progress: Callable[[int], None] | None) -> None:
         self.bytes_read = 0
-        self.stopped = False
         self._source, self._verify, self._progress = source, verify, progress
         self._local = threading.local()
         self._lock = threading.Lock()
 
     def run(self, task: _Task) -> None:
-        if self.stopped:
-            return
-        pieces = [p for p in task.fill.pieces if _meets(task.shard.box, p.box)]
-        stored = getattr(torch, BY_SAFETENSORS[task.fill.record.dtype].torch)
-        straight = next((p for p in pieces if p.box == task.shard.box and _in_place(p.tensor, stored)), None)
+        """Reads what is needed of one shard."""
+        straight = task.straight
         if straight is not None:
             self.read_checked(task, 0, memory_of(straight.tensor))
-            for piece in pieces:
+            for piece in task.pieces:
                 if piece is not straight:
                     _copy_overlap(straight.tensor, task.shard.box, piece)
         else:
-            self._through_slabs(task, pieces, stored)
+            self._through_slabs(task)
+
+    def run_group(self, tasks: list[_Task]) -> None:
+        """Reads small shards that lie near each other at once, and hands them out."""
+        if len(tasks) == 1:
+            self.run(tasks[0])
+            return
+        first, last = tasks[0], tasks[-1]
+        size = last.offset + last.size - first.offset
+        slab = self.slab(size)[:size]
+        try:
+            first.reader.pread_into(memory_of(slab), first.offset)
+        except EOFError:
+            # Which of them is cut short is told by reading one by one.
+            for task in tasks:
+                self.run(task)
+            return
+        for task in tasks:
+            data = slab[task.offset - first.offset :][: task.size]
+            self._check(task, 0, memory_of(data))
+            straight = task.straight
+            if straight is not None and len(task.pieces) == 1:
+                ctypes.memmove(straight.tensor.data_ptr(), data.data_ptr(), task.size)
+                continue
+            values = _as_dtype(data, task.stored).reshape(task.shard.box.shape)
+            for piece in task.pieces:
+                _copy_overlap(values, task.shard.box, piece)
 
     def read_checked(self, task: _Task, start: int, memory: memoryview) -> None:
         """Reads shard bytes from `start` (a block boundary) into `memory`, which ends at a block's end."""
-        blocks = task.shard.blocks or (task.shard.digest,)
         for at in range(0, len(memory), BLOCK):
             piece = memory[at : at + BLOCK]
             try:
                 task.reader.pread_into(piece, task.offset + start + at)
             except EOFError as error:
                 raise self._damage(task, str(error)) from None
-            # A checkpoint made by others has no digests.
-            number = (start + at) // BLOCK
-            expected = blocks[number] if number < len(blocks) else ""
-            if self._verify and expected and digest_bytes(piece) != expected:
-                raise self._damage(task, f"block {number} is not what was written ({expected} expected)")
-            with self._lock:
-                self.bytes_read += len(piece)
-            if self._progress is not None:
-                self._progress(len(piece))
+            self._check(task, (start + at) // BLOCK, piece)
 
-    def _through_slabs(self, task: _Task, pieces: list[Piece], stored: torch.dtype) -> None:
+    def _check(self, task: _Task, number: int, piece: memoryview) -> None:
+        """Block `number` of a shard has arrived."""
+        blocks = task.shard.blocks or (task.shard.digest,)
+        # A checkpoint made by others has no digests.
+        expected = blocks[number] if number < len(blocks) else ""
+        if self._verify and expected and digest_bytes(piece) != expected:
+            raise self._damage(task, f"block {number} is not what was written ({expected} expected)")
+        with self._lock:
+            self.bytes_read += len(piece)
+        if self._progress is not None:
+            self._progress(len(piece))
+
+    def _through_slabs(self, task: _Task) -> None:
         """Reads what any piece needs of a shard, a slab at a time, and copies from there."""
         box, itemsize = task.shard.box, BY_SAFETENSORS[task.fill.record.dtype].itemsize
-        overlaps = [o for p in pieces if (o := intersect(box, p.box)) is not None]
-        window = _Window(self, task, box.numel * itemsize)
+        overlaps = [o for p in task.pieces if (o := intersect(box, p.box)) is not None]
+        window = _Window(self, task, task.size)
         for part, first in _slabs(box, overlaps, SLAB // itemsize):
             data = window.at(first * itemsize, part.numel * itemsize)
-            values = _as_dtype(data, stored).reshape(part.shape)
-            for piece in pieces:
+            values = _as_dtype(data, task.stored).reshape(part.shape)
+            for piece in task.pieces:
                 _copy_overlap(values, part, piece)
 
     def slab(self, size: int) -> Tensor:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import stat
 import sys
+import threading
 from types import TracebackType
 
 from perdure.storage.base import Buffer, Directory, FileReader, FileWriter, Storage
+from perdure.storage.memory import address_of, aligned
 
 __all__ = ["LocalStorage"]
 
 _DIRECT_ALIGNMENT = 4096
+# From this size on a read is worth a look at the page cache, and a way past it.
+_LARGE = 1 << 20
+_BOUNCE = 2 << 20
+_THREAD = threading.local()
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 # What a file system says to a call that it doesn't have.
@@ -25,8 +32,9 @@ class LocalStorage(Storage):
     """Files on a POSIX file system.
 
     Args:
-        direct: write shard files past the page cache (O_DIRECT) where the file system takes it;
-            a private buffer at an aligned offset is then written straight, anything else as usual.
+        direct: write and read shard files past the page cache (O_DIRECT) where the file system takes it:
+            a private buffer at an aligned offset is then written straight, anything else as usual; large
+            ranges are read so where the page cache has little of them.
     """
 
     def __init__(self, direct: bool = True) -> None:
@@ -45,7 +53,7 @@ class LocalStorage(Storage):
             return False
 
     def open_directory(self, path: str) -> Directory:
-        return _LocalDirectory(path)
+        return _LocalDirectory(path, self._direct)
 
     def read(self, path: str, limit: int) -> bytes:
         reader = _LocalReader(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW), path)
@@ -74,9 +82,15 @@ class LocalStorage(Storage):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         fd = os.open(path, flags, 0o644)
         try:
-            written = os.write(fd, data)
-            if written != len(data):
-                raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were appended", path)
+            before = os.fstat(fd).st_size
+            view = memoryview(data)
+            try:
+                while view:
+                    view = view[os.write(fd, view) :]
+            except OSError as error:
+                # A torn line would swallow the next one.
+                os.ftruncate(fd, before)
+                raise OSError(error.errno, error.strerror, path) from None
             if durable:
                 os.fsync(fd)
         finally:
@@ -182,11 +196,11 @@ def _aligned(view: memoryview, offset: int) -> bool:
     """Whether a run of bytes may be written past the page cache: only writable buffers have an address here."""
     if view.readonly or not view or (offset | len(view)) % _DIRECT_ALIGNMENT:
         return False
-    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % _DIRECT_ALIGNMENT == 0
+    return address_of(view) % _DIRECT_ALIGNMENT == 0
 
 
 class _LocalReader(FileReader):
-    def __init__(self, fd: int, path: str) -> None:
+    def __init__(self, fd: int, path: str, direct: bool = False) -> None:
         self._fd = fd
         self._path = path
         try:
@@ -197,24 +211,87 @@ class _LocalReader(FileReader):
             os.close(fd)
             raise
         self.size = status.st_size
+        self._direct_fd = _reopened_direct(fd) if direct and self.size >= _LARGE else -1
 
     def pread_into(self, buffer: memoryview, offset: int) -> None:
         view = buffer.cast("B")
+        if self._direct_fd >= 0 and len(view) >= _LARGE and not self._is_cached(offset, len(view)):
+            done = self._pread_direct(view, offset)
+            view, offset = view[done:], offset + done
         while view:
             done = os.preadv(self._fd, [view], offset)
             if done == 0:
                 raise EOFError(f"{self._path}: ends at byte {offset}, {len(view)} short")
             view, offset = view[done:], offset + done
 
+    def _pread_direct(self, view: memoryview, offset: int) -> int:
+        """Reads past the page cache through a bounce buffer of this thread; gives how many bytes it got."""
+        bounce = _bounce()
+        source, target, done = address_of(bounce), address_of(view), 0
+        with memoryview(bounce) as whole:
+            while done < len(view):
+                skip = (offset + done) % _DIRECT_ALIGNMENT
+                size = min(-(-(skip + len(view) - done) // _DIRECT_ALIGNMENT) * _DIRECT_ALIGNMENT, len(bounce))
+                try:
+                    got = os.preadv(self._direct_fd, [whole[:size]], offset + done - skip) - skip
+                except OSError as error:
+                    if error.errno not in _UNSUPPORTED:
+                        raise
+                    break
+                if got <= 0:
+                    break
+                got = min(got, len(view) - done)
+                ctypes.memmove(target + done, source + skip, got)
+                done += got
+        return done
+
+    def _is_cached(self, offset: int, size: int) -> bool:
+        """Whether most of a range lies in the page cache; asking brings nothing in."""
+        begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        length = min(offset + size, self.size) - begin
+        if length <= 0:
+            return True
+        try:
+            # Private and writable, for ctypes gives no address of anything else; no byte of it is touched.
+            mapped = mmap.mmap(self._fd, length, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=begin)
+        except (OSError, ValueError):
+            return True
+        pages = -(-length // mmap.PAGESIZE)
+        resident = (ctypes.c_ubyte * pages)()
+        try:
+            address = ctypes.c_void_p(address_of(mapped))
+            if ctypes.CDLL(None).mincore(address, ctypes.c_size_t(length), resident) != 0:
+                return True
+        finally:
+            mapped.close()
+        return 2 * bytes(resident).count(1) >= pages
+
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        for fd in (self._direct_fd, self._fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct_fd = -1
+
+
+def _reopened_direct(fd: int) -> int:
+    """The same file opened past the page cache, or -1 where that can't be."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return -1
+
+
+def _bounce() -> mmap.mmap:
+    """This thread's aligned buffer."""
+    held: mmap.mmap | None = getattr(_THREAD, "bounce", None)
+    if held is None:
+        held = _THREAD.bounce = aligned(_BOUNCE)
+    return held
 
 
 class _LocalDirectory(Directory):
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, direct: bool) -> None:
+        self.path, self._direct = path, direct
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def names(self) -> list[str]:
@@ -230,7 +307,7 @@ class _LocalDirectory(Directory):
             fd = os.open(name, flags, dir_fd=self._fd) if _BY_HANDLE else os.open(path, flags)
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from None
-        return _LocalReader(fd, path)
+        return _LocalReader(fd, path, self._direct)
 
     def read(self, name: str, limit: int) -> bytes:
         return _read_all(self.open(name), os.path.join(self.path, name), limit)
