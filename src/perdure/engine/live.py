@@ -31,6 +31,14 @@ class Live:
         check_registered(extra)
         self.model, self.optimizer, self.extra = model, optimizer, dict(extra)
 
+    def tensors(self) -> list[NamedTensor]:
+        """The model's parameters and persistent buffers."""
+        return model_tensors(self.model)
+
+    def elsewhere(self) -> frozenset[str]:
+        """Those of them that a checkpoint may lack."""
+        return frozenset()
+
     def view(self) -> OptimizerView | None:
         """The optimizer with the names of its parameters, or None without one."""
         if self.optimizer is None:
@@ -46,8 +54,13 @@ class Live:
         modules = extra_states(self.model)
         return {**self.extra, **{f"model.{name}": _ModuleState(m) for name, m in modules.items()}}
 
-    def collect(self, ranks: Ranks, *, with_optimizer: bool) -> tuple[dict[str, Any], list[NamedTensor]]:
+    def collect(
+        self, ranks: Ranks, *, with_optimizer: bool, leave_out: frozenset[str] = frozenset()
+    ) -> tuple[dict[str, Any], list[NamedTensor]]:
         """What metadata.json says of the state, and every tensor of it that this rank holds.
+
+        Args:
+            leave_out: names of the model's tensors that are not collected.
 
         Raises:
             UnsupportedStateError: something cannot be held; it is named.
@@ -56,7 +69,7 @@ class Live:
 
         def own() -> tuple[dict[str, Any], list[NamedTensor], list[_Collected]]:
             training: dict[str, Any] = {"ranks": ranks.size}
-            tensors = model_tensors(self.model)
+            tensors = [t for t in self.tensors() if t.name not in leave_out]
             view = self.view()
             if view is not None and with_optimizer:
                 training["optimizer"], state = collect_optimizer(view)

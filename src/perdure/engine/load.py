@@ -26,7 +26,8 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 class LoadPlan:
     """What a load will do; made before anything changes, so that a mismatch changes nothing.
 
-    `notes` are lines for the user. After `read`, `finish` sets optimizer and registered objects.
+    `notes` are lines for the user; `found` and `absent` are the model's tensors that the checkpoint has and
+    lacks. After `read`, `finish` sets optimizer and registered objects.
     """
 
     where: str
@@ -34,10 +35,20 @@ class LoadPlan:
     notes: list[str] = field(default_factory=list)
     optimizer: OptimizerRestore | None = None
     objects: list[Callable[[], None]] = field(default_factory=list)
+    found: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()
 
-    def add_model(self, tensors: Sequence[NamedTensor], records: Mapping[str, TensorRecord]) -> None:
-        """The model's tensors, all of them or a `MismatchError`."""
-        self.fills += match_model(tensors, records, self.where, self.notes)
+    def add_model(
+        self,
+        tensors: Sequence[NamedTensor],
+        records: Mapping[str, TensorRecord],
+        elsewhere: frozenset[str] = frozenset(),
+    ) -> None:
+        """The model's tensors, all of them but those that may come from `elsewhere`, or a `MismatchError`."""
+        self.fills += match_model(tensors, records, self.where, self.notes, elsewhere)
+        canonical = _canonical(records)
+        self.absent = frozenset(t.name for t in tensors if not any(n in canonical for n in (t.name, *t.aliases)))
+        self.found = frozenset(t.name for t in tensors) - self.absent
 
     def add_optimizer(self, view: OptimizerView, metadata: CheckpointMetadata, *, restore_settings: bool) -> None:
         """The optimizer's state.
@@ -134,9 +145,13 @@ class LoadPlan:
 
 
 def match_model(
-    tensors: Sequence[NamedTensor], records: Mapping[str, TensorRecord], where: str, notes: list[str]
+    tensors: Sequence[NamedTensor],
+    records: Mapping[str, TensorRecord],
+    where: str,
+    notes: list[str],
+    elsewhere: frozenset[str] = frozenset(),
 ) -> list[Fill]:
-    """Pairs live tensors with the checkpoint's, by name or alias.
+    """Pairs live tensors with the checkpoint's, by name or alias; those of `elsewhere` may lack there.
 
     Raises:
         MismatchError: short: counts, the first names, both shapes, the likely cause.
@@ -147,7 +162,8 @@ def match_model(
     for tensor in tensors:
         found = [canonical[n] for n in (tensor.name, *tensor.aliases) if n in canonical]
         if not found:
-            missing.append(tensor.name)
+            if tensor.name not in elsewhere:
+                missing.append(tensor.name)
             continue
         if len(set(found)) > 1:
             raise MismatchError(
@@ -204,6 +220,11 @@ def _cause(missing: list[str], unexpected: list[str], shapes: list[tuple[NamedTe
         sizes = {prod(t.shape) > prod(r.shape) for t, r in shapes}
         larger = "larger" if sizes == {True} else "smaller" if sizes == {False} else "other"
         return f"the model has {larger} sizes than the one saved: compare the model section of both configurations"
+    if missing and not unexpected and all("lora_" in name for name in missing):
+        return (
+            "these are weights without the adapter: to start one over them, name them as checkpoint.base_load_path "
+            "and leave load_path empty"
+        )
     if missing and not unexpected:
         return "the model has more layers or modules than the one saved"
     if unexpected and not missing:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perdure.catalog.choose import fallback
 from perdure.catalog.events import mark_damaged
@@ -30,9 +30,12 @@ from perdure.format.metadata import CheckpointMetadata
 from perdure.format.mindformers import check_resumable
 from perdure.format.names import COMMON
 from perdure.format.rename import parse_rules, rename
-from perdure.state.model import model_tensors, parameter_names
+from perdure.state.model import parameter_names
 
-__all__ = ["Loaded", "Restore"]
+if TYPE_CHECKING:
+    from perdure.engine.base import Base
+
+__all__ = ["Loaded", "Restore", "check_foreign"]
 
 Say = Callable[[str], None]
 
@@ -41,7 +44,8 @@ Say = Callable[[str], None]
 class Loaded:
     """What a load found and did.
 
-    `sequence` is 0 for a foreign checkpoint; `weights_only` means that the run starts at step 0.
+    `sequence` is 0 for a foreign checkpoint; `weights_only` means that the run starts at step 0; `model_tensors` are
+    the names of those that it brought to this rank.
     """
 
     path: str
@@ -56,6 +60,7 @@ class Loaded:
     bytes_read: int = 0
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
+    model_tensors: frozenset[str] = frozenset()
 
 
 class Restore:
@@ -64,6 +69,7 @@ class Restore:
     Args:
         restore_settings: set parameter-group settings as saved.
         say: receives warnings.
+        base: the weights below an adapter, loaded already.
     """
 
     def __init__(
@@ -75,9 +81,10 @@ class Restore:
         *,
         restore_settings: bool,
         say: Any,
+        base: Base | None = None,
     ) -> None:
         self._config, self._live, self._save_root, self._ranks = config, live, save_root, ranks
-        self._restore_settings, self._say = restore_settings, say
+        self._restore_settings, self._say, self._base = restore_settings, say, base
 
     def run(self, checkpoint_path: str | None) -> Loaded | None:
         """What was loaded, or None for a fresh start."""
@@ -157,6 +164,7 @@ class Restore:
             lineage=content.commit.lineage,
             attempt=content.commit.attempt,
             ranks=content.commit.ranks,
+            model_tensors=plan.found,
             bytes_read=count,
             notes=[*plan.notes, *self._align_masters(plan, weights_only)],
         )
@@ -168,7 +176,7 @@ class Restore:
                 self._ranks.together(lambda: source.storage.open_directory(path), "opening the checkpoint")
             )
             content = self._ranks.together(lambda: read_foreign(directory, kind), "reading the metadata")
-            self._ranks.together(lambda: _check_foreign(content, path, weights_only), "looking at the checkpoint")
+            self._ranks.together(lambda: check_foreign(content, path, weights_only), "looking at the checkpoint")
             rules = parse_rules(self._config.rename)
             renamed = self._ranks.together(lambda: rename(content.metadata, rules, path), "renaming")
             plan = self._plan(renamed.metadata, path, weights_only)
@@ -181,14 +189,20 @@ class Restore:
             training=content.metadata.training,
             weights_only=weights_only,
             ranks=content.ranks,
+            model_tensors=plan.found,
             bytes_read=count,
             notes=[f"made by {WRITERS[kind]}", *plan.notes, *self._align_masters(plan, weights_only)],
         )
 
     def _plan(self, metadata: CheckpointMetadata, where: str, weights_only: bool) -> LoadPlan:
-        return self._ranks.together(
+        plan = self._ranks.together(
             lambda: self._plan_load(metadata, where, weights_only), "comparing checkpoint and model"
         )
+        described, base = metadata.training.get("base"), self._base
+        if described and base is not None:
+            absent = frozenset().union(*self._ranks.gather(sorted(plan.absent), "comparing the base"))
+            self._ranks.together(lambda: base.check(described, absent, where), "comparing the base")
+        return plan
 
     def _read(self, plan: LoadPlan, files: ShardSource, first: IterationContent | None) -> int:
         """Fills everything and sets what was read; `first` is content to be checked whole before."""
@@ -206,7 +220,7 @@ class Restore:
 
     def _plan_load(self, metadata: CheckpointMetadata, where: str, weights_only: bool) -> LoadPlan:
         plan = LoadPlan(where)
-        plan.add_model(model_tensors(self._live.model), metadata.model)
+        self._plan_model(plan, metadata)
         if weights_only:
             return plan
         view = self._live.view()
@@ -225,6 +239,21 @@ class Restore:
                 f"the checkpoint holds state of objects that are not registered here: {', '.join(unknown)}"
             )
         return plan
+
+    def _plan_model(self, plan: LoadPlan, metadata: CheckpointMetadata) -> None:
+        """The model's tensors; those of an adapter's base are there already."""
+        tensors, base = self._live.tensors(), self._base
+        described = metadata.training.get("base")
+        if not isinstance(described, dict):
+            plan.add_model(tensors, metadata.model, self._live.elsewhere())
+            return
+        if base is None:
+            raise MismatchError(
+                f"{plan.where} holds an adapter without the weights below it "
+                f"({described.get('tensors')} tensors of {described.get('path')})",
+                hint=f"name them: checkpoint.base_load_path={described.get('path')}",
+            )
+        plan.add_model(tensors, metadata.model, frozenset(base.sums))
 
     def _align_masters(self, plan: LoadPlan, weights_only: bool) -> list[str]:
         """Masters that were not loaded take the model's values, by name; then all must round to the model."""
@@ -247,7 +276,7 @@ class Restore:
         return notes
 
 
-def _check_foreign(content: ForeignContent, where: str, weights_only: bool) -> None:
+def check_foreign(content: ForeignContent, where: str, weights_only: bool) -> None:
     """What a full resume needs of another program's checkpoint, before anything is compared with the model."""
     if weights_only:
         return
