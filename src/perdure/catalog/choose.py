@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from perdure.catalog.events import read_events
-from perdure.catalog.lineage import Links, ancestors, links, newest_by_lineage
+from perdure.catalog.lineage import Links, ancestors, last_save_of, links, newest_by_lineage
 from perdure.catalog.root import GONE, Iteration, Root, RootListing, TrackerReading, Uncommitted
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, PerdureError
 from perdure.format.names import TRACKER, parse_iteration_dirname
@@ -91,8 +91,10 @@ def choose(root: Root, *, load_healthy: bool = False, exclude: Collection[str] =
     if not listing.iterations:
         locate(root.path, root.storage)
         raise _not_committed(root.path, [])
-    known = links(listing.iterations, read_events(root))
-    return decide(listing, root.tracker(), known, load_healthy=load_healthy, exclude=exclude, where=root.path)
+    events, tracker = read_events(root), root.tracker()
+    known = links(listing.iterations, events)
+    tracked = last_save_of(tracker.iteration, events) if tracker.iteration is not None else None
+    return decide(listing, tracker, known, tracked=tracked, load_healthy=load_healthy, exclude=exclude, where=root.path)
 
 
 def decide(
@@ -100,6 +102,7 @@ def decide(
     tracker: TrackerReading,
     known: Links,
     *,
+    tracked: tuple[str, int] | None = None,
     load_healthy: bool = False,
     exclude: Collection[str] = (),
     where: str = "the root",
@@ -107,12 +110,19 @@ def decide(
     """The pure part of `choose`: the tracker's iteration where it names a committed one, else the newest.
 
     Newest and older go by lineage, sequence and parents; iteration numbers are compared with the tracker's
-    text and nothing else.
+    text and nothing else. Where the tracker's iteration is there but its commit.json isn't what was written,
+    that is damage like any other: its parent is next, never a branch that was left.
+
+    Args:
+        tracked: lineage and sequence of the save that the tracker's number stands for, where events remember it.
     """
     iterations = listing.iterations
     chosen = next((i for i in iterations if i.iteration == tracker.iteration), None)
+    broken = next((u for u in listing.uncommitted if u.iteration == tracker.iteration and _is_broken(u)), None)
     if chosen is not None:
         warnings = _newer_ones(iterations, chosen)
+    elif broken is not None and tracked is not None:
+        chosen, warnings = _parent_of_broken(iterations, broken, tracked, known, where)
     else:
         chosen, warnings = _newest(listing, tracker)
     line = [chosen, *ancestors(iterations, chosen.commit.lineage, chosen.commit.parent, known)]
@@ -162,6 +172,25 @@ def _newer_ones(iterations: Sequence[Iteration], chosen: Iteration) -> list[str]
     ]
 
 
+def _parent_of_broken(
+    iterations: Sequence[Iteration], broken: Uncommitted, tracked: tuple[str, int], known: Links, where: str
+) -> tuple[Iteration, list[str]]:
+    """What the tracker's iteration descends from, where its own commit.json is gone or damaged."""
+    lineage, sequence = tracked
+    found = next(ancestors(iterations, lineage, known.get(tracked, 0), known), None)
+    if found is None:
+        others = ", ".join(str(i.iteration) for i in iterations)
+        raise DamagedCheckpointError(
+            f"{where}: the tracker names {broken.name}, which is damaged ({broken.why}), and nothing that it descends "
+            "from is left",
+            hint=f"perdure rewind {where} --to N goes on from another; there are {others}",
+        )
+    return found, [
+        f"the tracker names {broken.name}, save {sequence}, which is damaged ({broken.why}); taking {found.dirname}, "
+        "from which it descends"
+    ]
+
+
 def _newest(listing: RootListing, tracker: TrackerReading) -> tuple[Iteration, list[str]]:
     """The newest committed iteration, where the tracker is of no use, with the reason."""
     newest = newest_by_lineage(listing.iterations)
@@ -185,6 +214,10 @@ def _newest(listing: RootListing, tracker: TrackerReading) -> tuple[Iteration, l
             f"the root holds {len(newest)} runs ({', '.join(newest)}); {chosen.dirname} is of the one that saved last"
         )
     return chosen, warnings
+
+
+def _is_broken(entry: Uncommitted) -> bool:
+    return entry.kind in ("damaged", "no-commit")
 
 
 def _leftover(entry: Uncommitted) -> bool:

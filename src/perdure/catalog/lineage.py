@@ -10,7 +10,7 @@ from typing import Any
 
 from perdure.catalog.root import Iteration
 
-__all__ = ["Links", "ancestors", "links", "newest_by_lineage", "next_sequence"]
+__all__ = ["Links", "ancestors", "last_save_of", "links", "newest_by_lineage", "next_sequence"]
 
 Links = Mapping[tuple[str, int], int]
 """(lineage, sequence) -> sequence of its parent, 0 for none."""
@@ -20,13 +20,23 @@ def links(iterations: Iterable[Iteration], events: Iterable[dict[str, Any]] = ()
     """The parents known from commits and from `save` events; a commit on disk wins."""
     known: dict[tuple[str, int], int] = {}
     for event in events:
-        lineage, sequence, parent = event.get("lineage"), event.get("sequence"), event.get("parent")
-        if event["event"] == "save" and isinstance(lineage, str) and type(sequence) is int and type(parent) is int:
-            known[lineage, sequence] = parent
+        if _is_save(event):
+            known[event["lineage"], event["sequence"]] = event["parent"]
     for iteration in iterations:
         commit = iteration.commit
         known[commit.lineage, commit.sequence] = commit.parent
     return known
+
+
+def last_save_of(iteration: int, events: Iterable[dict[str, Any]]) -> tuple[str, int] | None:
+    """Lineage and sequence of the save that wrote this iteration last, as the events remember it."""
+    saves = [e for e in events if _is_save(e) and type(e.get("step")) is int and e["step"] == iteration]
+    return (saves[-1]["lineage"], saves[-1]["sequence"]) if saves else None
+
+
+def _is_save(event: dict[str, Any]) -> bool:
+    lineage, sequence, parent = event.get("lineage"), event.get("sequence"), event.get("parent")
+    return event["event"] == "save" and isinstance(lineage, str) and type(sequence) is int and type(parent) is int
 
 
 def ancestors(iterations: Iterable[Iteration], lineage: str, parent: int, known: Links) -> Iterator[Iteration]:

@@ -124,7 +124,9 @@ def publish(
         lock.check()
     replaced = _take_name(staging, lineage, warn)
     try:
-        set_tracker(root, staging.iteration)
+        set_tracker(root, staging.iteration, lock)
+    except SaveError:
+        raise
     except OSError as error:
         raise SaveError(
             f"iteration {staging.iteration} is committed in {root.path}, but the tracker {TRACKER} could not be "
@@ -210,10 +212,21 @@ def _make_way(staging: Staging, final: str, lineage: str, warn: Callable[[str], 
         warn(f"{final} was there, not a committed iteration ({other.why}); it was renamed to {os.path.basename(aside)}")
 
 
-def set_tracker(root: Root, iteration: int) -> None:
-    """Points the tracker at an iteration, in one step."""
+def set_tracker(root: Root, iteration: int, lock: RootLock | None = None) -> None:
+    """Points the tracker at an iteration, in one step.
+
+    Raises:
+        SaveError: another process has taken the root over: its tracker stands.
+        OSError: the storage failed.
+    """
     temporary = root.join(temporary_name(TRACKER))
     root.storage.write(temporary, format_tracker(iteration).encode())
+    if lock is not None and not lock.still_mine():
+        raise SaveError(
+            f"{root.path}: another process has taken this root over; iteration {iteration} was committed, but the "
+            "tracker is left as the other one has it",
+            hint="two runs must not save below one root: give one of them another checkpoint.save_path",
+        )
     root.storage.rename(temporary, root.join(TRACKER))
     root.storage.sync_directory(root.path)
 

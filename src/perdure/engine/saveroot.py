@@ -131,7 +131,7 @@ class SaveRoot:
         """The next save descends from an earlier one, which the tracker names from now on."""
         self.parent = sequence
         if self._ranks.is_first and self._config.enable_save:
-            set_tracker(self.root, iteration)
+            set_tracker(self.root, iteration, self.lock)
 
     def iterations(self) -> list[Iteration]:
         """The committed iterations here; none where the root does not exist yet."""
@@ -169,7 +169,8 @@ class SaveRoot:
 
     def retain(self) -> None:
         """Makes invisible what retention gives up, and deletes it while training goes on; cannot fail a run."""
-        hidden = self._withdraw()
+        # A process that was paused and taken over must not delete what its heir may be reading.
+        hidden = self._withdraw() if self.lock is not None and self.lock.still_mine() else []
         if hidden:
             self._deletion = threading.Thread(target=self._delete, args=(hidden,), name="perdure-delete")
             self._deletion.start()

@@ -82,11 +82,11 @@ class LocalStorage(Storage):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         fd = os.open(path, flags, 0o644)
         try:
-            before = os.fstat(fd).st_size
+            before = _regular(fd, path).st_size
             view = memoryview(data)
             try:
                 while view:
-                    view = view[os.write(fd, view) :]
+                    view = view[_some(os.write(fd, view), path) :]
             except OSError as error:
                 # A torn line would swallow the next one.
                 os.ftruncate(fd, before)
@@ -128,6 +128,21 @@ class LocalStorage(Storage):
             os.close(fd)
 
 
+def _regular(fd: int, path: str) -> os.stat_result:
+    """The status of an open file, which must be a plain one."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return status
+
+
+def _some(count: int, path: str) -> int:
+    """How many bytes a write took: at least one, or it would be tried for ever."""
+    if count == 0:
+        raise OSError(errno.EIO, "a write took no bytes", path)
+    return count
+
+
 class _LocalWriter(FileWriter):
     def __init__(self, path: str, size: int, direct: bool, replace: bool = False) -> None:
         self._path = path
@@ -137,9 +152,14 @@ class _LocalWriter(FileWriter):
         self._fd = os.open(path, flags, 0o644)
         self._direct_fd = -1
         try:
+            _regular(self._fd, path)
+        except OSError:
+            self.abort()
+            raise
+        try:
             self._reserve(size)
             if direct and size >= _DIRECT_ALIGNMENT:
-                self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+                self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT | os.O_NOFOLLOW)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 self.abort()
@@ -167,9 +187,7 @@ class _LocalWriter(FileWriter):
                     fd = self._fd
                     continue
                 raise
-            if done == 0:
-                raise OSError(errno.EIO, "a write took no bytes", self._path)
-            view, offset = view[done:], offset + done
+            view, offset = view[_some(done, self._path) :], offset + done
             if done % _DIRECT_ALIGNMENT:
                 fd = self._fd
 
@@ -204,13 +222,10 @@ class _LocalReader(FileReader):
         self._fd = fd
         self._path = path
         try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", path)
+            self.size = _regular(fd, path).st_size
         except BaseException:
             os.close(fd)
             raise
-        self.size = status.st_size
         self._direct_fd = _reopened_direct(fd) if direct and self.size >= _LARGE else -1
 
     def pread_into(self, buffer: memoryview, offset: int) -> None:

@@ -109,6 +109,41 @@ def test_what_is_marked_as_damaged_gives_way_to_its_parent(root: Root) -> None:
         choose(root, exclude=damage_marks(root))
 
 
+def with_events(root: Root) -> None:
+    for iteration in root.iterations():
+        commit = iteration.commit
+        fields = {"step": iteration.iteration, "sequence": commit.sequence, "parent": commit.parent}
+        append_event(root, "save", lineage=commit.lineage, **fields)
+
+
+@pytest.mark.parametrize("harm", ["flip", "remove"])
+def test_a_tracked_iteration_without_a_sound_commit_gives_way_to_its_parent_not_to_a_left_branch(
+    root: Root, harm: str
+) -> None:
+    with_events(root)
+    set_tracker_text(root, b"200")
+    commit = Path(root.join("iteration_00000200"), "commit.json")
+    commit.write_bytes(commit.read_bytes()[:-5] + b'00"}\n') if harm == "flip" else commit.unlink()
+    # 12 was saved last, but the root was rewound to 200.
+    choice = choose(root)
+    assert choice.iteration.iteration == 100
+    assert "iteration_00000200" in choice.warnings[0]
+    assert "descends" in choice.warnings[0]
+    shutil.rmtree(root.join("iteration_00000100"))
+    with pytest.raises(DamagedCheckpointError, match=r"iteration_00000200.*nothing that it descends from") as caught:
+        choose(root)
+    assert caught.value.hint is not None
+    assert "rewind" in caught.value.hint
+
+
+def test_the_last_save_of_a_number_is_the_one_that_the_tracker_means(root: Root) -> None:
+    with_events(root)
+    build_checkpoint(root, 200, sequence=4, parent=3)
+    append_event(root, "save", lineage="a1b2c3d4", step=200, sequence=4, parent=3)
+    Path(root.join("iteration_00000200"), "commit.json").write_bytes(b"{}")
+    assert choose(root).iteration.iteration == 12
+
+
 def test_falling_back_never_enters_an_abandoned_branch(root: Root) -> None:
     build_checkpoint(root, 150, sequence=4, parent=1)
     newest = next(i for i in root.iterations() if i.commit.sequence == 4)

@@ -162,6 +162,30 @@ def test_a_holder_that_wakes_up_after_a_takeover_cannot_publish(tmp_path: Path) 
     lock.release()
 
 
+def test_a_holder_that_wakes_up_between_commit_and_tracker_leaves_the_tracker_alone(tmp_path: Path) -> None:
+    """The paused one has renamed its directory; its heir goes on from there, saves, and moves the tracker."""
+    heirs: list[RootLock] = []
+
+    class Paused(LocalStorage):
+        def rename(self, source: str, target: str) -> None:
+            super().rename(source, target)
+            if target.endswith("iteration_00000005"):
+                os.unlink(lock.path)
+                heirs.append(RootLock.acquire(str(tmp_path), attempt="cd"))
+                recover(Root(tmp_path), "cd")
+                build_checkpoint(Root(tmp_path), 6, sequence=2, attempt="cd")
+
+    root = Root(tmp_path, Paused())
+    lock = RootLock.acquire(str(tmp_path), attempt="ab")
+    staging = stage(root, 5, "ab", 1)
+    with pytest.raises(SaveError, match=r"taken this root over.*iteration 5 was committed.*tracker is left"):
+        finish(staging, write_shards(staging, "a1b2c3d4-1", small_state(5)), lock=lock)
+    assert root.tracker().text == "6"
+    assert [i.iteration for i in root.iterations()] == [5, 6]
+    for held in (lock, *heirs):
+        held.release()
+
+
 def test_recover_touches_nothing_that_is_not_ours(tmp_path: Path) -> None:
     root = Root(tmp_path)
     build_checkpoint(root, 5)

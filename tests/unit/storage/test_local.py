@@ -89,12 +89,39 @@ def test_appending_makes_and_grows_a_file(tmp_path: Path) -> None:
     assert storage.read(path, 10) == b"a\nb\n"
 
 
-def test_a_torn_append_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_append_in_pieces_is_whole_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain_write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: plain_write(fd, bytes(data)[:1]))
-    with pytest.raises(OSError, match="only 1 of 3") as caught:
+    LocalStorage().append(str(tmp_path / "f"), b"abc", durable=False)
+    assert text(tmp_path / "f") == b"abc"
+
+
+def test_an_append_that_tears_leaves_nothing_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_write, full = os.write, [False]
+
+    def fills_up(fd: int, data: bytes) -> int:
+        if full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        full[0] = True
+        return plain_write(fd, bytes(data)[:1])
+
+    (tmp_path / "f").write_bytes(b"before\n")
+    monkeypatch.setattr(os, "write", fills_up)
+    with pytest.raises(OSError, match="No space") as caught:
         LocalStorage().append(str(tmp_path / "f"), b"abc", durable=False)
     assert caught.value.errno == errno.ENOSPC
+    assert text(tmp_path / "f") == b"before\n"
+
+
+@pytest.mark.parametrize("operation", ["append", "pwrite"])
+def test_a_write_that_takes_nothing_is_an_error_and_not_tried_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    monkeypatch.setattr(os, "write", lambda fd, data: 0)
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: 0)
+    storage, path = LocalStorage(), str(tmp_path / "f")
+    with pytest.raises(OSError, match="took no bytes"):
+        storage.append(path, b"abc", False) if operation == "append" else storage.write(path, b"abc")
 
 
 def test_exchange_swaps_directories_with_their_files(tmp_path: Path) -> None:
