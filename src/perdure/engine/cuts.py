@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,12 +123,20 @@ def _fault(cut: Cut, shape: tuple[int, ...]) -> str | None:
 
 
 def _is_grid(boxes: Ints, shape: tuple[int, ...]) -> bool:
-    """Whether boxes are all the cells of a grid over the shape: the usual case, seen without comparing boxes."""
+    """Whether boxes, in ascending order, are all the cells of a grid over the shape.
+
+    That is the usual case, seen without comparing boxes with each other.
+    """
+    if not len(boxes):
+        return False
+    differing = [dim for dim in range(len(shape)) if (boxes[:, :, dim] != boxes[0, :, dim]).any()]
     cells = 1
     for dim, size in enumerate(shape):
-        ranges = np.unique(boxes[:, :, dim], axis=0)
+        ranges = boxes[:, :, dim] if differing == [dim] else boxes[:1, :, dim]
+        if dim in differing and len(differing) > 1:
+            ranges = np.unique(boxes[:, :, dim], axis=0)
         ends = ranges.sum(axis=1)
-        if not len(ranges) or ranges[0, 0] != 0 or ends[-1] != size or (ranges[1:, 0] != ends[:-1]).any():
+        if ranges[0, 0] != 0 or ends[-1] != size or (ranges[1:, 0] != ends[:-1]).any():
             return False
         cells *= len(ranges)
-    return len(boxes) == cells and prod(shape) > 0
+    return len(boxes) == cells
