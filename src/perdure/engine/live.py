@@ -12,6 +12,9 @@ from torch import nn
 from perdure.engine.ranks import Ranks
 from perdure.engine.writer import memory_of
 from perdure.errors import SaveError
+from perdure.format.digest import digest_bytes
+from perdure.format.jsonio import encode
+from perdure.state.merge import common_step, merge_optimizers
 from perdure.state.model import extra_states, model_tensors, parameter_names
 from perdure.state.optimizer import OptimizerView, collect_optimizer
 from perdure.state.shards import NamedTensor
@@ -67,22 +70,37 @@ class Live:
             SaveError: a replicated object differs between ranks.
         """
 
-        def own() -> tuple[dict[str, Any], list[NamedTensor], list[_Collected]]:
-            training: dict[str, Any] = {"ranks": ranks.size}
+        def own() -> tuple[list[NamedTensor], list[_Collected]]:
             tensors = [t for t in self.tensors() if t.name not in leave_out]
-            view = self.view()
-            if view is not None and with_optimizer:
-                training["optimizer"], state = collect_optimizer(view)
-                tensors += state
-            return training, tensors, [_collect(name, value, ranks.rank) for name, value in self.registered().items()]
+            return tensors, [_collect(name, value, ranks.rank) for name, value in self.registered().items()]
 
-        training, tensors, objects = ranks.together(own, "collecting the state")
-        if objects:
-            shared = ranks.gather([o.shared for o in objects], "collecting objects")
+        training: dict[str, Any] = {"ranks": ranks.size}
+        tensors, objects = ranks.together(own, "collecting the state")
+        if self.optimizer is not None and with_optimizer:
+            training["optimizer"], state = self._collect_optimizer(ranks)
+            tensors += state
+        shared = ranks.gather({o.name: o.shared for o in objects}, "collecting objects")
+        if any(shared):
             training["extra"] = ranks.together(lambda: _agree(objects, shared), "comparing objects")
             for held in objects:
                 tensors += held.tensors
         return training, tensors
+
+    def _collect_optimizer(self, ranks: Ranks) -> tuple[dict[str, Any], list[NamedTensor]]:
+        """The optimizer as one over all ranks, which in a pipeline hold different parameters."""
+        doing = "collecting the optimizer"
+        view = self.view()
+        assert view is not None
+        described, tensors = ranks.together(lambda: collect_optimizer(view), doing)
+        if ranks.size == 1:
+            return described, tensors
+        step = common_step(view)
+        alike = ranks.gather([digest_bytes(encode(described)), step], doing)
+        if all(each == alike[0] for each in alike):
+            return described, tensors
+        if len({tuple(steps) for _, steps in alike if steps is not None}) > 1:
+            described, tensors = ranks.together(lambda: collect_optimizer(view, share_step=False), doing)
+        return merge_optimizers(ranks.gather(described, doing)), tensors
 
 
 @dataclass(frozen=True)
@@ -90,30 +108,44 @@ class _Collected:
     """One object's state on this rank; `shared` is what the other ranks need of it: its tree, or a digest."""
 
     name: str
-    per_rank: bool
     tree: Any
     tensors: list[NamedTensor]
-    shared: Any
+    shared: dict[str, Any]
 
 
 def _collect(name: str, value: Any, rank: int) -> _Collected:
     per_rank = bool(getattr(value, "per_rank", False))
     tree, tensors = collect(f"{name}@{rank}" if per_rank else name, value.state_dict())
-    return _Collected(name, per_rank, tree, tensors, tree if per_rank else _digest(tree, tensors))
+    # A module may be on some pipeline stages only, and rank 0 is to know what it keeps.
+    of_module = isinstance(value, _ModuleState)
+    shared = {
+        "per_rank": per_rank,
+        "everywhere": not of_module,
+        "digest": "" if per_rank else _digest(tree, tensors),
+        "tree": tree if per_rank or of_module else None,
+    }
+    return _Collected(name, tree, tensors, shared)
 
 
-def _agree(objects: list[_Collected], shared: list[list[Any]]) -> dict[str, Any]:
+def _agree(objects: list[_Collected], shared: list[dict[str, Any]]) -> dict[str, Any]:
     """What metadata.json says of the objects; a replicated one must be the same everywhere."""
+    own = {held.name: held.tree for held in objects}
     described = {}
-    for number, held in enumerate(objects):
-        everywhere = [ranks_objects[number] for ranks_objects in shared]
-        if not held.per_rank and len(set(everywhere)) > 1:
+    for name in dict.fromkeys(name for each in shared for name in each):
+        held = [each[name] for each in shared if name in each]
+        if len(held) < len(shared) and held[0]["everywhere"]:
             raise SaveError(
-                f"`{held.name}` differs between ranks, but is saved once for all",
+                f"`{name}` is registered on {len(held)} of {len(shared)} ranks",
+                hint="register the same objects on every rank",
+            )
+        per_rank = held[0]["per_rank"]
+        if len({each["digest"] for each in held}) > 1:
+            raise SaveError(
+                f"`{name}` differs between ranks, but is saved once for all",
                 hint="set `per_rank = True` on the object to save each rank's own",
             )
-        trees = everywhere if held.per_rank else [held.tree]
-        described[held.name] = {"mode": "per_rank" if held.per_rank else "replicated", "trees": trees}
+        trees = [each["tree"] for each in held] if per_rank else [own.get(name, held[0]["tree"])]
+        described[name] = {"mode": "per_rank" if per_rank else "replicated", "trees": trees}
     return described
 
 

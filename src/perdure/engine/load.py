@@ -17,7 +17,7 @@ from perdure.state.optimizer import OptimizerRestore, OptimizerView, prepare_opt
 from perdure.state.shards import NamedTensor, Piece, blank, describe
 from perdure.state.stateful import rebuild
 
-__all__ = ["LoadPlan", "few", "match_model"]
+__all__ = ["LoadPlan", "few", "held_names", "match_model"]
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -27,7 +27,8 @@ class LoadPlan:
     """What a load will do; made before anything changes, so that a mismatch changes nothing.
 
     `notes` are lines for the user; `found` and `absent` are the model's tensors that the checkpoint has and
-    lacks. After `read`, `finish` sets optimizer and registered objects.
+    lacks, `others` those of the checkpoint that only other ranks hold. After `read`, `finish` sets optimizer and
+    registered objects.
     """
 
     where: str
@@ -37,6 +38,7 @@ class LoadPlan:
     objects: list[Callable[[], None]] = field(default_factory=list)
     found: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
 
     def add_model(
         self,
@@ -45,7 +47,7 @@ class LoadPlan:
         elsewhere: frozenset[str] = frozenset(),
     ) -> None:
         """The model's tensors, all of them but those that may come from `elsewhere`, or a `MismatchError`."""
-        self.fills += match_model(tensors, records, self.where, self.notes, elsewhere)
+        self.fills += match_model(tensors, records, self.where, self.notes, elsewhere, self.others)
         canonical = _canonical(records)
         self.absent = frozenset(t.name for t in tensors if not any(n in canonical for n in (t.name, *t.aliases)))
         self.found = frozenset(t.name for t in tensors) - self.absent
@@ -64,7 +66,9 @@ class LoadPlan:
                 "save with checkpoint.no_save_optim=False",
             )
         try:
-            restore = prepare_optimizer(view, described, metadata.optimizer, restore_settings=restore_settings)
+            restore = prepare_optimizer(
+                view, described, metadata.optimizer, restore_settings=restore_settings, others=self.others
+            )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, MismatchError | DamagedCheckpointError):
                 raise
@@ -150,8 +154,10 @@ def match_model(
     where: str,
     notes: list[str],
     elsewhere: frozenset[str] = frozenset(),
+    others: frozenset[str] = frozenset(),
 ) -> list[Fill]:
-    """Pairs live tensors with the checkpoint's, by name or alias; those of `elsewhere` may lack there.
+    """Pairs live tensors with the checkpoint's, by name or alias; those of `elsewhere` may lack there, those of
+    `others` here.
 
     Raises:
         MismatchError: short: counts, the first names, both shapes, the likely cause.
@@ -181,12 +187,18 @@ def match_model(
                 continue
             cast.append(f"{tensor.name} {record.dtype} -> {tensor.dtype}")
         fills.append(Fill("model", found[0], record, tensor.pieces))
-    unexpected = sorted(set(records) - used)
+    unexpected = sorted(set(records) - used - others)
     if missing or unexpected or shapes:
         raise _mismatch(where, missing, unexpected, shapes)
     if cast:
         notes.append(f"{len(cast)} tensors were converted: {few(cast)}")
     return fills
+
+
+def held_names(tensors: Sequence[NamedTensor], records: Mapping[str, TensorRecord]) -> set[str]:
+    """The checkpoint's tensors that are among these, by name or alias."""
+    canonical = _canonical(records)
+    return {canonical[n] for tensor in tensors for n in (tensor.name, *tensor.aliases) if n in canonical}
 
 
 def _canonical(records: Mapping[str, TensorRecord]) -> dict[str, str]:

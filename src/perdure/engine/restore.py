@@ -7,7 +7,8 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 from perdure.catalog.choose import fallback
@@ -18,7 +19,7 @@ from perdure.catalog.root import Iteration, Root
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.find import find_checkpoint
 from perdure.engine.live import Live
-from perdure.engine.load import LoadPlan
+from perdure.engine.load import LoadPlan, held_names
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.engine.reader import ShardSource
@@ -195,9 +196,9 @@ class Restore:
         )
 
     def _plan(self, metadata: CheckpointMetadata, where: str, weights_only: bool) -> LoadPlan:
-        plan = self._ranks.together(
-            lambda: self._plan_load(metadata, where, weights_only), "comparing checkpoint and model"
-        )
+        doing = "comparing checkpoint and model"
+        others = self._of_others(metadata, doing)
+        plan = self._ranks.together(lambda: self._plan_load(metadata, where, weights_only, others), doing)
         described, base = metadata.training.get("base"), self._base
         if described and base is not None:
             absent = frozenset().union(*self._ranks.gather(sorted(plan.absent), "comparing the base"))
@@ -218,8 +219,21 @@ class Restore:
         self._ranks.together(plan.finish, "setting the loaded state")
         return count
 
-    def _plan_load(self, metadata: CheckpointMetadata, where: str, weights_only: bool) -> LoadPlan:
-        plan = LoadPlan(where)
+    def _of_others(self, metadata: CheckpointMetadata, doing: str) -> frozenset[str]:
+        """The checkpoint's model tensors that only other ranks hold, as in a pipeline: one bit each is exchanged."""
+        if self._ranks.size == 1:
+            return frozenset()
+        names = sorted(metadata.model)
+        mine = self._ranks.together(lambda: held_names(self._live.tensors(), metadata.model), doing)
+        bits = sum(1 << number for number, name in enumerate(names) if name in mine)
+        every = self._ranks.gather(bits.to_bytes(len(names) // 8 + 1, "little"), doing)
+        held = reduce(or_, (int.from_bytes(each, "little") for each in every))
+        return frozenset(name for number, name in enumerate(names) if held >> number & 1) - mine
+
+    def _plan_load(
+        self, metadata: CheckpointMetadata, where: str, weights_only: bool, others: frozenset[str] = frozenset()
+    ) -> LoadPlan:
+        plan = LoadPlan(where, others=others)
         self._plan_model(plan, metadata)
         if weights_only:
             return plan

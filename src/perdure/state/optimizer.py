@@ -16,6 +16,7 @@ from torch import Tensor
 from perdure.errors import DamagedCheckpointError, MismatchError, UnsupportedStateError
 from perdure.format.dtypes import BY_SAFETENSORS
 from perdure.format.metadata import TensorRecord
+from perdure.state.arena import Arena
 from perdure.state.groups import few, group_settings, setting_tensor
 from perdure.state.jsonable import from_json, to_json
 from perdure.state.shards import NamedTensor, blank, describe
@@ -65,8 +66,11 @@ class OptimizerView:
         return found
 
 
-def collect_optimizer(view: OptimizerView) -> tuple[dict[str, Any], list[NamedTensor]]:
+def collect_optimizer(view: OptimizerView, *, share_step: bool = True) -> tuple[dict[str, Any], list[NamedTensor]]:
     """What metadata.json says of the optimizer, and its tensors.
+
+    Args:
+        share_step: store a step that is the same for all parameters once, under a name without a parameter.
 
     Raises:
         UnsupportedStateError: a state or a setting cannot be held; it is named.
@@ -92,7 +96,7 @@ def collect_optimizer(view: OptimizerView) -> tuple[dict[str, Any], list[NamedTe
             else:
                 _collect_value(f"{label}.{name}", value, tensors, values)
     labels = {label for label, _ in steps}
-    if len(steps) > 1 and len(labels) == 1 and _all_equal(list(steps.values())):
+    if share_step and len(steps) > 1 and len(labels) == 1 and _all_equal(list(steps.values())):
         (label,) = labels
         values["$shared_step"] = label
         values["$without_step"] = [name for name, _ in parameters if (label, name) not in steps]
@@ -200,14 +204,22 @@ class OptimizerRestore:
 
 
 def prepare_optimizer(
-    view: OptimizerView, described: Mapping[str, Any], records: Mapping[str, TensorRecord], *, restore_settings: bool
+    view: OptimizerView,
+    described: Mapping[str, Any],
+    records: Mapping[str, TensorRecord],
+    *,
+    restore_settings: bool,
+    others: frozenset[str] = frozenset(),
 ) -> OptimizerRestore:
-    """Allocates state for what the checkpoint holds; nothing of the optimizer changes before `install`.
+    """Allocates state for what the checkpoint holds; nothing of the optimizer changes before the targets are filled.
+
+    State tensors that the optimizer has already are filled in place.
 
     Args:
         described: metadata's `training.optimizer` as `collect_optimizer` made it.
         records: metadata's `optimizer` section.
         restore_settings: set parameter-group settings as saved (the Trainer's configuration wins over them).
+        others: names of parameters that other ranks hold.
 
     Raises:
         MismatchError: another type of optimizer, or a master of another shape.
@@ -224,6 +236,7 @@ def prepare_optimizer(
     shared_step = described.get("values", {}).get("$shared_step")
     sharers = _step_sharers(view, described, known, records)
     states: dict[int, dict[str, Any]] = {}
+    arena = Arena()
     finishers: list[Callable[[], None]] = []
     claimed: set[str] = set()
     for name, parameter in view.parameters():
@@ -231,7 +244,8 @@ def prepare_optimizer(
         for label, key in described.get("keys", {}).items():
             own = f"{label}.{name}"
             source = label if label == shared_step and name in sharers else own
-            _allocate(state, key, source, parameter, described.get("values", {}), records, restore, finishers, own)
+            values, held = described.get("values", {}), view.optimizer.state.get(parameter, {}).get(key)
+            _allocate(state, key, source, parameter, values, records, restore, finishers, own, held, arena)
             claimed.add(source)
         states[id(parameter)] = state
         if known and name not in known:
@@ -253,6 +267,7 @@ def prepare_optimizer(
             claimed.add(own)
     claimed.update(target.name for target in restore.targets)
     unused = sorted(set(records) - claimed - set(described.get("set_aside", ())))
+    unused = [name for name in unused if not _is_state_of(name, others)]
     if unused:
         restore.notes.append(f"{len(unused)} optimizer tensors of the checkpoint have no parameter here: {few(unused)}")
     if restore.fresh:
@@ -277,6 +292,12 @@ def prepare_optimizer(
 
     restore.install = install
     return restore
+
+
+def _is_state_of(name: str, parameters: frozenset[str]) -> bool:
+    """Whether `<state>.<parameter>` is of one of these parameters; either part may hold dots."""
+    parts = name.partition("#")[0].split(".")
+    return bool(parameters) and any(".".join(parts[first:]) in parameters for first in range(1, len(parts)))
 
 
 def _target(name: str, tensor: Tensor) -> NamedTensor:
@@ -307,8 +328,13 @@ def _allocate(
     restore: OptimizerRestore,
     finishers: list[Callable[[], None]],
     own: str,
+    held: Any,
+    arena: Arena,
 ) -> None:
-    """Puts under `key` what the checkpoint calls `source`: a tensor to be filled, or a value."""
+    """Puts under `key` what the checkpoint calls `source`: a tensor to be filled, or a value.
+
+    `held` is what the optimizer has there now; a tensor of the same kind is filled in place.
+    """
     how = values.get(source, {})
     if how.get("kind") == "json":
 
@@ -340,13 +366,24 @@ def _allocate(
         finishers.append(lambda: state.__setitem__(key, int(number) if how["kind"] == "int" else float(number)))
         return
     if tuple(shape) == tuple(parameter.shape) and not (how.get("kind") == "host" and len(shape) == 0):
-        tensor = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-        tensor = tensor.detach()
+        tensor = held if held is not None and _same_kind(held, parameter, dtype) else arena.like(parameter, dtype)
     else:
         device = "cpu" if how.get("kind") == "host" else parameter.device
         tensor = blank(record, device)
     state[key] = tensor
     restore.targets.append(_target(source, tensor))
+
+
+def _same_kind(held: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a state tensor lies as a new one for this parameter would."""
+    return (
+        isinstance(held, Tensor)
+        and type(held) is type(parameter.detach())
+        and (held.shape, held.dtype, held.device) == (parameter.shape, dtype, parameter.device)
+        and held.stride() == parameter.stride()
+        and getattr(held, "placements", None) == getattr(parameter, "placements", None)
+        and getattr(held, "device_mesh", None) == getattr(parameter, "device_mesh", None)
+    )
 
 
 def _counters_to_device(parameters: list[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
