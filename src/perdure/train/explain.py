@@ -42,7 +42,7 @@ class Explanation:
         arithmetic: how step and position were found, where that needed any.
         next_samples: stream positions [first, last) of the next step.
         epoch, step_in_epoch: of the next step.
-        rate_before, rate: learning rates that this configuration gives for the last step that was done and the next one.
+        rate_before, rate: learning rates that this configuration gives for the last step done and for the next one.
         changes: settings that differ from the checkpoint's, as `key: old -> new`.
         layout_before, layout: how many ranks, and how they share the work.
         held, reads: bytes of weights that each rank holds, and bytes that it reads; of many ranks, the first ones.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from perdure.config.schema import TrainConfig
 from perdure.data.cursor import scale_step
 from perdure.data.identity import differences
 from perdure.engine.progress import Progress
@@ -26,6 +27,21 @@ class Wish:
     rampup: bool = False
     ignore_data_skip: bool = False
     data_skip_steps: int = 0
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Wish:
+        """What a configuration asks."""
+        training = config.training
+        return cls(
+            global_batch_size=training.global_batch_size,
+            steps=training.steps,
+            seed=training.seed,
+            shuffle=config.train_dataset.dataloader.shuffle,
+            local_batch_size=training.local_batch_size,
+            rampup=training.rampup_batch_size is not None,
+            ignore_data_skip=training.ignore_data_skip,
+            data_skip_steps=training.data_skip_steps,
+        )
 
     @property
     def one_shot(self) -> dict[str, Any]:
