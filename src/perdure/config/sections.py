@@ -85,6 +85,9 @@ class TrainingConfig(Section):
         default=False, description="start changed data afresh on a resume, keeping step and optimizer"
     )
     data_skip_steps: Count = Field(default=0, description="start changed data after so many steps on a resume")
+    accept_data_growth: bool = Field(
+        default=False, description="take in samples added at the end of the data, from the next epoch on"
+    )
     skip_ranges: SkipRanges = Field(default=[], description="stream positions left out, as `[first, last)` pairs")
     eval_interleaved_steps: Count = Field(
         default=0, description="evaluate on `eval_dataset` every so many steps; 0: never"

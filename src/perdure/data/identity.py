@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["differences"]
+__all__ = ["differences", "has_grown"]
 
 
-def differences(saved: Mapping[str, Any], present: Mapping[str, Any], *, consumed_samples: int = 0) -> list[str]:
+def differences(
+    saved: Mapping[str, Any], present: Mapping[str, Any], *, consumed_samples: int = 0, grown: bool = False
+) -> list[str]:
     """What has changed between two identities of a data set, as `key: saved -> present`; empty when nothing.
 
     A mixture may gain sources at the end of its list, and changes of weights at positions that are not
@@ -18,15 +20,25 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any], *, consume
         saved: `ResumableLoader.identity()` as the checkpoint holds it.
         present: the same of the data at hand.
         consumed_samples: the position of the checkpoint.
+        grown: more samples at the end are no difference; names and sizes of files then differ with them.
     """
     if saved.get("type") == present.get("type") == "Mixture" and _mixture_goes_on(saved, present, consumed_samples):
         return []
+    if grown and has_grown(saved, present):
+        saved = {**saved, "length": present["length"], "fingerprint": present.get("fingerprint")}
     keys = [*saved, *(key for key in present if key not in saved)]
     return [
         f"{key}: {_shown(saved.get(key))} -> {_shown(present.get(key))}"
         for key in keys
         if saved.get(key) != present.get(key)
     ]
+
+
+def has_grown(saved: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
+    """Whether a data set has more samples than before, and is one whose old samples can then still be the same."""
+    before, after = saved.get("length"), present.get("length")
+    orders_itself = present.get("type") in ("Mixture", "Packed")
+    return isinstance(before, int) and isinstance(after, int) and before < after and not orders_itself
 
 
 def _mixture_goes_on(saved: Mapping[str, Any], present: Mapping[str, Any], consumed_samples: int) -> bool:

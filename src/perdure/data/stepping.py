@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from perdure.data.cursor import BatchPlan, Counters, counters
+from perdure.data.cursor import BatchPlan, Counters, counters, scale_step
 from perdure.data.record import StreamRecord
 from perdure.data.share import Share
 from perdure.errors import DataError, UsageError
@@ -20,14 +21,14 @@ _Loader = TypeVar("_Loader", bound="SteppedLoader")
 
 
 class Progress(Protocol):
-    """What `resume` reads of a run's progress."""
+    """What `resume` reads of a run's progress, and sets in it."""
+
+    global_step: int
+    global_batch_size: int
+    dataset_length: int
 
     @property
-    def global_step(self) -> int: ...
-    @property
     def consumed_samples(self) -> int | None: ...
-    @property
-    def global_batch_size(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -126,9 +127,24 @@ class SteppedLoader(ABC):
         """Goes to the position of a run's progress: its consumed samples, whatever the batch size was.
 
         Where those are unknown (None; checkpoints made by others), `global_step * global_batch_size`.
+        Progress is brought in line with this loader: it takes its batch size and the length of its epoch, and with
+        another batch size than before its step is scaled (RESUME.md, Batch size changes), except along a ramp.
+
+        Warns:
+            UserWarning: the scaled step isn't whole and was rounded down.
         """
-        consumed = progress.consumed_samples
-        self.seek(progress.global_step * progress.global_batch_size if consumed is None else consumed)
+        step, old, consumed = progress.global_step, progress.global_batch_size, progress.consumed_samples
+        self.seek(step * old if consumed is None else consumed)
+        new = self.plan.batch_at(self._consumed)
+        if step and old != new and self.plan.rampup is None:
+            progress.global_step, whole = scale_step(step, old, new)
+            if not whole:
+                warnings.warn(
+                    f"step {step} x {old} / {new} is not whole; it was rounded down to {progress.global_step}, "
+                    f"and data go on at sample {self._consumed} exactly",
+                    stacklevel=2,
+                )
+        progress.global_batch_size, progress.dataset_length = new, self.length
 
     def take(self, steps: int | None = None) -> Iterator[StepBatch]:
         """The next steps from the present position; None: without end.
@@ -145,6 +161,16 @@ class SteppedLoader(ABC):
             raise UsageError(f"steps must not be negative, but is {steps}")
         self._pass += 1
         return _Pass(self, self._pass, steps)
+
+    def use_stretches(self, stretches: Sequence[Sequence[int]]) -> None:
+        """Goes by the lengths that the data set has had; none where they are unknown. Ends passes in progress.
+
+        Raises:
+            DataError: the last of them is not its length.
+            UsageError: growth cannot be taken in with this data set.
+        """
+        if len(stretches) > 1:
+            raise UsageError("growth cannot be taken in with data whose order is not a function of the position")
 
     def close(self) -> None:
         """Ends the worker processes. The loader stays usable: the next `take` starts new ones."""

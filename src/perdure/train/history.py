@@ -12,12 +12,14 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
-__all__ = ["History", "read_lines", "superseded"]
+__all__ = ["History", "read_lines", "superseded", "take_back"]
+
+T = TypeVar("T")
 
 
 class History:
@@ -141,12 +143,28 @@ def superseded(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     standing: list[dict[str, Any]] = []
     for line in lines:
         if "resumed" in line:
-            parent, position = line.get("parent_attempt"), line.get("parent_samples", line["consumed_samples"])
-            while standing and (
-                standing[-1]["samples"][0] >= position
-                or (parent is not None and standing[-1].get("attempt", parent) != parent)
-            ):
-                standing.pop()
+            position = line.get("parent_samples", line["consumed_samples"])
+            take_back(standing, line.get("parent_attempt"), position, lambda row: (row["samples"][0], row["attempt"]))
         elif "samples" in line:
             standing.append(line)
     return standing
+
+
+def take_back(standing: list[T], parent: str | None, position: int, place: Callable[[T], tuple[int, str]]) -> list[T]:
+    """Removes from the standing lines, and returns, what an attempt replaces that goes on from a save.
+
+    Args:
+        standing: lines in the order of training.
+        parent: the attempt that made the save; None where that is not known.
+        position: of the save in the sample stream.
+        place: a line's first stream position and its attempt.
+    """
+    kept = len(standing)
+    while kept:
+        first, attempt = place(standing[kept - 1])
+        if first < position and parent in (None, attempt):
+            break
+        kept -= 1
+    removed = standing[kept:]
+    del standing[kept:]
+    return removed

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from perdure.catalog.lock import RootLock
+from perdure.data.record import StreamRecord
 from perdure.engine.checkpointer import Checkpointer
 from perdure.errors import RootLockedError, UsageError
 from perdure.train.history import History, number
@@ -17,11 +18,18 @@ from perdure.train.state import TrainerState
 __all__ = ["Logbook", "header_of"]
 
 
-def header_of(state: TrainerState, checkpointer: Checkpointer, left_out: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def header_of(
+    state: TrainerState,
+    checkpointer: Checkpointer,
+    left_out: Sequence[tuple[int, int]],
+    data: StreamRecord,
+    moved: Mapping[str, Any],
+) -> dict[str, Any]:
     """The line that begins an attempt, or what follows a return to an earlier checkpoint.
 
-    It says from which attempt's save the lines after it go on, at which position, and (`left_out`) which
-    stream positions the run leaves out beside the configured ones.
+    It says from which attempt's save the lines after it go on, at which position, which stream positions the
+    run leaves out beside the configured ones (`left_out`), what moved it in the stream on purpose (`moved`), and
+    all that decides which sample stands where (`data`).
     """
     loaded = checkpointer.loaded
     goes_on = loaded if loaded is not None and not loaded.weights_only else None
@@ -34,6 +42,8 @@ def header_of(state: TrainerState, checkpointer: Checkpointer, left_out: Sequenc
         "step": state.global_step,
         "consumed_samples": state.consumed_samples,
         "left_out": [list(pair) for pair in left_out],
+        "moved": dict(moved),
+        "data": data,
         "time": time.time(),
     }
 

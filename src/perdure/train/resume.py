@@ -8,7 +8,8 @@ from typing import Any
 
 from perdure.config.schema import TrainConfig
 from perdure.data.cursor import scale_step
-from perdure.data.identity import differences
+from perdure.data.growth import Stretches, grown
+from perdure.data.identity import differences, has_grown
 from perdure.engine.progress import Progress
 from perdure.errors import DataError, MismatchError
 
@@ -27,6 +28,7 @@ class Wish:
     rampup: bool = False
     ignore_data_skip: bool = False
     data_skip_steps: int = 0
+    accept_growth: bool = False
 
     @classmethod
     def of(cls, config: TrainConfig) -> Wish:
@@ -41,6 +43,7 @@ class Wish:
             rampup=training.rampup_batch_size is not None,
             ignore_data_skip=training.ignore_data_skip,
             data_skip_steps=training.data_skip_steps,
+            accept_growth=training.accept_data_growth,
         )
 
     @property
@@ -58,12 +61,15 @@ class Wish:
 class ResumePoint:
     """Where training goes on; `notes` belong into the resume line, `warnings` on lines of their own.
 
-    `data_afresh` says that positions are those of other data than before.
+    `data_afresh` says that positions are those of other data than before, `moved` which one-shot keys were
+    applied, `stretches` which lengths the data have had (empty where that is unknown).
     """
 
     global_step: int
     consumed_samples: int
     data_afresh: bool = False
+    moved: dict[str, Any] = field(default_factory=dict)
+    stretches: Stretches = ()
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -90,13 +96,15 @@ def resume_point(saved: Progress, training: Mapping[str, Any], wish: Wish, datas
         )
     fresh_wishes = {k: v for k, v in wish.one_shot.items() if training.get("applied", {}).get(k) != v}
     if not fresh_wishes:
-        _check_data(training, dataset, saved.consumed_samples, wish.shuffle)
+        _check_data(training, dataset, saved.consumed_samples, wish)
+    point.moved = fresh_wishes
+    _take_in_growth(point, training, dataset)
     _scale(point, saved, wish)
     local = training.get("settings", {}).get("training.local_batch_size", wish.local_batch_size)
     if local != wish.local_batch_size:
         point.notes.append("the same samples, but other random draws in the model (local_batch_size has changed)")
     if "ignore_data_skip" in fresh_wishes:
-        point.consumed_samples, point.data_afresh = 0, True
+        point.consumed_samples, point.data_afresh, point.stretches = 0, True, ()
         point.notes.append("data start afresh (ignore_data_skip)")
     if "data_skip_steps" in fresh_wishes:
         point.consumed_samples += wish.data_skip_steps * wish.global_batch_size
@@ -104,17 +112,34 @@ def resume_point(saved: Progress, training: Mapping[str, Any], wish: Wish, datas
     return point
 
 
-def _check_data(training: Mapping[str, Any], dataset: Mapping[str, Any], consumed: int, shuffle: bool) -> None:
-    saved = training.get("datasets", {}).get("train")
-    found = [] if saved is None else differences(saved, dataset, consumed_samples=consumed)
+def _check_data(training: Mapping[str, Any], dataset: Mapping[str, Any], consumed: int, wish: Wish) -> None:
+    saved = training.get("datasets", {}).get("train") or dataset
+    found = differences(saved, dataset, consumed_samples=consumed, grown=wish.accept_growth)
     # Another order of the same samples repeats some and leaves out others.
-    if training.get("shuffle", shuffle) != shuffle:
-        found.append(f"shuffle: {training['shuffle']} -> {shuffle}")
+    if training.get("shuffle", wish.shuffle) != wish.shuffle:
+        found.append(f"shuffle: {training['shuffle']} -> {wish.shuffle}")
     if found:
+        ways = (
+            "training.ignore_data_skip=True starts the data afresh, training.data_skip_steps=N goes on N steps further"
+        )
+        if has_grown(saved, dataset):
+            ways += ", training.accept_data_growth=True takes in what was added at their end from the next epoch on"
         raise DataError(
             "the training data are not those that the checkpoint was trained on:\n  " + "\n  ".join(found),
-            hint="bring the data back, or go on on purpose: training.ignore_data_skip=True starts the data afresh, "
-            "training.data_skip_steps=N goes on N steps further",
+            hint=f"bring the data back, or go on on purpose: {ways}",
+        )
+
+
+def _take_in_growth(point: ResumePoint, training: Mapping[str, Any], dataset: Mapping[str, Any]) -> None:
+    """Which lengths the data have had, where they are the same data as before."""
+    had = tuple((int(start), int(length)) for start, length in training.get("stretches", ()))
+    length = dataset.get("length")
+    if not had or not isinstance(length, int) or (point.moved and had[-1][1] != length):
+        return
+    point.stretches = grown(had, length, point.consumed_samples)
+    if had[-1][1] != length:
+        point.notes.append(
+            f"{length - had[-1][1]} samples added to the data, taken in from sample {point.stretches[-1][0]} on"
         )
 
 

@@ -126,6 +126,7 @@ class Trainer:
         self.loader = build.loader(config, self.train_dataset, self.mesh)
         stack.callback(lambda: self.loader.close())
         self._left_out = LeftOut()
+        self._moved: dict[str, Any] = {}
         self.health = HealthMonitor(config.monitor.health_checkpoint)
         self._evaluation = self._build_evaluation(stack)
         self._callbacks = build.callbacks(config, self._callbacks)
@@ -206,6 +207,8 @@ class Trainer:
             state.skipped_steps, state.consecutive_skipped_steps = loaded.training.get("skipped_steps", (0, 0))
             self.health.load_state_dict(loaded.training.get("health", {}))
             self._leave_out(LeftOut() if point.data_afresh else LeftOut.of(loaded.training))
+            self._moved = point.moved
+            self.loader.use_stretches(point.stretches)
             self.loader.set_init_step(state.global_step)
             if self.loader.consumed_samples != state.consumed_samples:
                 self.loader.seek(state.consumed_samples)
@@ -239,6 +242,7 @@ class Trainer:
             "health": self.health.state_dict(),
             "skipped_steps": [self.state.skipped_steps, self.state.consecutive_skipped_steps],
             "left_out": self._left_out.record(),
+            "stretches": self.loader.record().lengths,
         }
 
     # ---- training
@@ -338,7 +342,7 @@ class Trainer:
         self._left_out = wrong
         self._go_on_from(loaded, saved)
         self._batches = self.loader.take(state.steps - state.global_step)
-        self._logbook.go_on({**header_of(state, self.checkpointer, self._left_out.ranges), "why": verdict.why})
+        self._logbook.go_on({**self._header(), "why": verdict.why})
         self._hook("on_rollback")
         return True
 
@@ -364,10 +368,14 @@ class Trainer:
         where = f"; saved below {self.checkpointer.path}" if self.config.checkpoint.enable_save else ""
         self.console.say(f"step {state.global_step} of {state.steps}, loss {state.loss:.4f}{where}")
 
+    def _header(self) -> dict[str, Any]:
+        """The head of what is written from here on."""
+        return header_of(self.state, self.checkpointer, self._left_out.ranges, self.loader.record(), self._moved)
+
     def _open_histories(self, stack: contextlib.ExitStack) -> None:
         self._logbook.open(
             stack,
-            header_of(self.state, self.checkpointer, self._left_out.ranges),
+            self._header(),
             dump_config(self.config),
             attempt=self.state.attempt,
             locked_already=self.checkpointer.path if self.config.checkpoint.enable_save else None,
