@@ -17,7 +17,8 @@ from perdure.errors import DamagedCheckpointError, MismatchError, UnsupportedSta
 from perdure.format.dtypes import BY_SAFETENSORS
 from perdure.format.metadata import TensorRecord
 from perdure.state.arena import Arena
-from perdure.state.groups import few, group_settings, setting_tensor
+from perdure.state.dormant import Dormant, lay_to_rest
+from perdure.state.groups import few, group_settings, moved_parameters, setting_tensor
 from perdure.state.jsonable import from_json, to_json
 from perdure.state.shards import NamedTensor, blank, describe
 
@@ -33,13 +34,16 @@ class OptimizerView:
 
     `optimizer` holds groups and state; `names` gives each of its parameters (a master stands for its
     model parameter) a fully qualified name; `masters` are the FP32 copies by that name; `named` is the
-    optimizer whose type a resume compares (default: `optimizer`).
+    optimizer whose type a resume compares (default: `optimizer`); `frozen` are the model's parameters
+    that are not the optimizer's, and `dormant` the state that is kept for them.
     """
 
     optimizer: Any
     names: Mapping[int, str]
     masters: Mapping[str, Tensor] = field(default_factory=dict)
     named: Any = None
+    frozen: Mapping[str, Tensor] = field(default_factory=dict)
+    dormant: Dormant = field(default_factory=Dormant)
 
     @property
     def type(self) -> str:
@@ -116,8 +120,13 @@ def collect_optimizer(view: OptimizerView, *, share_step: bool = True) -> tuple[
         }
         for n, group in enumerate(view.optimizer.param_groups)
     ]
+    dormant = view.dormant
+    tensors += dormant.tensors
     _refuse_repeated(tensors)
-    return {"type": view.type, "keys": keys, "groups": groups, "values": values}, tensors
+    described = {"type": view.type, "keys": {**dormant.keys, **keys}, "groups": groups, "values": values}
+    if dormant.parameters:
+        described |= {"dormant": list(dormant.parameters), "values": {**values, **dormant.values}}
+    return described, tensors
 
 
 def _refuse_hidden_state(optimizer: Any) -> None:
@@ -233,6 +242,7 @@ def prepare_optimizer(
     restore = OptimizerRestore([], lambda: None)
     groups = described.get("groups", [])
     known = {name for group in groups for name in group["params"]}
+    slept = set(described.get("dormant", ()))
     shared_step = described.get("values", {}).get("$shared_step")
     sharers = _step_sharers(view, described, known, records)
     states: dict[int, dict[str, Any]] = {}
@@ -248,7 +258,7 @@ def prepare_optimizer(
             _allocate(state, key, source, parameter, values, records, restore, finishers, own, held, arena)
             claimed.add(source)
         states[id(parameter)] = state
-        if known and name not in known:
+        if known and name not in known | slept:
             restore.fresh.append(name)
     for name, master in view.masters.items():
         own = f"{MASTER}.{name}"
@@ -268,12 +278,26 @@ def prepare_optimizer(
     claimed.update(target.name for target in restore.targets)
     unused = sorted(set(records) - claimed - set(described.get("set_aside", ())))
     unused = [name for name in unused if not _is_state_of(name, others)]
+    labels = [*described.get("keys", {}), MASTER]
+    dormant, asleep = lay_to_rest(view.frozen, set(unused), described, records, labels)
+    restore.targets += asleep
+    unused = sorted(set(unused).difference(target.name for target in asleep))
+    woken = [name for name, _ in view.parameters() if name in slept]
+    for names, what in (
+        (dormant.parameters, "parameters are frozen; their optimizer state is kept"),
+        (woken, "parameters are trained again, with the optimizer state from before they were frozen"),
+    ):
+        if names:
+            restore.notes.append(f"{len(names)} {what}: {few(list(names))}")
     if unused:
         restore.notes.append(f"{len(unused)} optimizer tensors of the checkpoint have no parameter here: {few(unused)}")
     if restore.fresh:
         restore.notes.append(f"{len(restore.fresh)} parameters start with fresh optimizer state: {few(restore.fresh)}")
-    live_groups = view.optimizer.param_groups if restore_settings else []
-    settings = group_settings(live_groups, view.names, groups, restore.notes)
+    settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    if restore_settings:
+        settings = group_settings(view.optimizer.param_groups, view.names, groups, restore.notes)
+    elif moved := moved_parameters(view.optimizer.param_groups, view.names, groups):
+        restore.notes.append(f"{len(moved)} parameters are in another group than before: {few(moved)}")
 
     def install() -> None:
         for finish in finishers:
@@ -286,6 +310,7 @@ def prepare_optimizer(
                 view.optimizer.state.pop(parameter, None)
         for group, saved in settings:
             group.update(saved)
+        view.dormant.become(dormant)
         for group in view.optimizer.param_groups:
             if group.get("fused") or group.get("capturable"):
                 _counters_to_device(group["params"], view.optimizer.state)
@@ -366,24 +391,12 @@ def _allocate(
         finishers.append(lambda: state.__setitem__(key, int(number) if how["kind"] == "int" else float(number)))
         return
     if tuple(shape) == tuple(parameter.shape) and not (how.get("kind") == "host" and len(shape) == 0):
-        tensor = held if held is not None and _same_kind(held, parameter, dtype) else arena.like(parameter, dtype)
+        tensor = arena.like(parameter, dtype, held)
     else:
         device = "cpu" if how.get("kind") == "host" else parameter.device
         tensor = blank(record, device)
     state[key] = tensor
     restore.targets.append(_target(source, tensor))
-
-
-def _same_kind(held: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a state tensor lies as a new one for this parameter would."""
-    return (
-        isinstance(held, Tensor)
-        and type(held) is type(parameter.detach())
-        and (held.shape, held.dtype, held.device) == (parameter.shape, dtype, parameter.device)
-        and held.stride() == parameter.stride()
-        and getattr(held, "placements", None) == getattr(parameter, "placements", None)
-        and getattr(held, "device_mesh", None) == getattr(parameter, "device_mesh", None)
-    )
 
 
 def _counters_to_device(parameters: list[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
