@@ -12,29 +12,20 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from tests.foreign.ours import SIZES, perdure, saved, trained
 from tests.foreign.toy import FIXTURES, Toy, equal, load, optimizer_of, truth
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from perdure.catalog.diff import diff
 from perdure.catalog.root import Root
 from perdure.catalog.verify import verify
 from perdure.cli.main import run
-from perdure.config.schema import CheckpointConfig
-from perdure.engine.checkpointer import Checkpointer
-from perdure.engine.progress import Progress
 from perdure.models.decoder import Decoder
 
 # What torch says of any save by one process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 YAML = """
 training: {steps: 4, global_batch_size: 2}
 model: {type: decoder, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, %s}
@@ -42,35 +33,11 @@ lr_scheduler: {type: ConstantWarmUpLR, learning_rate: 0.001}
 """
 
 
-def trained(low: bool = False, tied: bool = False) -> tuple[Decoder, Any]:
-    """A model and an optimizer after two updates, with state."""
-    torch.manual_seed(3)
-    model = Decoder(**SIZES, tie_word_embeddings=tied, params_dtype="bfloat16" if low else "float32")
-    optimizer = optimizer_of(model)
-    for _ in range(2):
-        model(torch.arange(6).reshape(1, 6)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-def saved(root: Path, model: nn.Module, optimizer: Any) -> Path:
-    """One iteration of ours at step 2."""
-    config = CheckpointConfig(save_path=str(root))
-    with Checkpointer(config, model=model, optimizer=optimizer, say=lambda line: None) as keeper:
-        keeper.save(Progress(global_step=2, consumed_samples=14, global_batch_size=7), wait=True)
-    return root / "iteration_00000002"
-
-
 @pytest.fixture(params=["float32", "bfloat16, tied"])
 def ours(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Decoder, Any]:
     low = request.param != "float32"
     model, optimizer = trained(low, tied=low)
     return saved(tmp_path / "ours", model, optimizer), model, optimizer
-
-
-def perdure(*words: object) -> None:
-    assert run([str(word) for word in words]) == 0
 
 
 def test_out_to_dcp_and_back_is_the_same_checkpoint(ours: tuple[Path, Decoder, Any], tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ def test_an_unknown_place_in_the_data_is_never_taken_for_the_first_sample(
     root = copied("single_bf16_adamw", tmp_path)
     file = root / "iteration_00000006" / "common.json"
     table = json.loads(file.read_text())
-    table = {k: v for k, v in table.items() if k not in lost} | ({k: None for k in lost} if how == "null" else {})
+    table = {k: v for k, v in table.items() if k not in lost} | (dict.fromkeys(lost) if how == "null" else {})
     file.chmod(0o600)
     file.write_text(json.dumps(table))
     model = Toy()

@@ -115,8 +115,9 @@ def _config(state: Any, path: Path | None) -> dict[str, Any] | None:
     from perdure.config.load import load_config
 
     if path is None:
-        beside = Path(os.path.dirname(state.root)) / f"config-{state.attempt}.yaml"
-        if not state.attempt or not beside.is_file():
+        attempt = state.commit.attempt if state.commit is not None else ""
+        beside = Path(os.path.dirname(state.root)) / f"config-{attempt}.yaml"
+        if not attempt or not beside.is_file():
             return None
         path = beside
     section = load_config(path).model

@@ -20,7 +20,7 @@ from perdure.catalog.root import Iteration
 from perdure.engine.reader import Fill, ShardSource, read_tensors
 from perdure.engine.renamed import RenamedShards
 from perdure.errors import UsageError
-from perdure.format.box import whole
+from perdure.format.box import Box, whole
 from perdure.format.commit import CommitRecord
 from perdure.format.common import CommonInfo
 from perdure.format.dtypes import BY_SAFETENSORS
@@ -40,7 +40,8 @@ class Item:
     """One tensor.
 
     `dtype` is the stored dtype (safetensors' name), `logical` the torch dtype it is a view of or "", `shape` in stored
-    elements; `load` reads it, as stored elements on the CPU. Nothing keeps what `load` gives.
+    elements; `load` reads it, as stored elements on the CPU. Nothing keeps what `load` gives. `load_box` reads a part,
+    where that is possible without the rest.
     """
 
     section: Section
@@ -50,25 +51,34 @@ class Item:
     shape: tuple[int, ...]
     aliases: tuple[str, ...]
     load: Callable[[], Tensor]
+    load_box: Callable[[Box], Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return prod(self.shape) * BY_SAFETENSORS[self.dtype].itemsize
 
+    def part(self, box: Box) -> Tensor:
+        """What lies in a box of it, in stored elements."""
+        if box.shape == self.shape:
+            return self.load()
+        if self.load_box is not None:
+            return self.load_box(box)
+        return self.load()[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))].clone()
+
 
 @dataclass
 class State:
     """What a checkpoint holds; a context that closes its files.
 
-    `attempt` and `root` name the run where it is one of ours; `notes` are for the user.
+    `commit` and `root` are those of one of ours; `notes` are for the user.
     """
 
     where: str
     items: list[Item]
     training: dict[str, Any] = field(default_factory=dict)
     common: CommonInfo = field(default_factory=CommonInfo)
-    attempt: str = ""
+    commit: CommitRecord | None = None
     root: str = ""
     notes: list[str] = field(default_factory=list)
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -117,7 +127,7 @@ def open_iteration(path: str | os.PathLike[str], rules: Sequence[Any] = (), *, f
     items = [_item(source, section, name, record) for section, name, record in renamed.metadata.tensors()]
     state = State(directory.path, items, renamed.metadata.training, common, resources=resources)
     state.root = root
-    state.attempt = commit.attempt if commit is not None else ""
+    state.commit = commit
     if listed and not rules:
         state.notes.append(f"names changed by the ready map {listed[0]}")
     return state
@@ -151,12 +161,15 @@ def _usual(metadata: CheckpointMetadata, family: str) -> list[str]:
 
 
 def _item(source: ShardSource, section: Section, name: str, record: TensorRecord) -> Item:
-    def load() -> Tensor:
-        tensor = torch.empty(record.shape, dtype=getattr(torch, BY_SAFETENSORS[record.dtype].torch))
-        read_tensors(source, [Fill(section, name, record, (Piece(whole(record.shape), tensor),))])
+    def load_box(box: Box) -> Tensor:
+        tensor = torch.empty(box.shape, dtype=getattr(torch, BY_SAFETENSORS[record.dtype].torch))
+        read_tensors(source, [Fill(section, name, record, (Piece(box, tensor),))], threads=2)
         return tensor
 
-    return Item(section, name, record.dtype, record.logical, tuple(record.shape), record.aliases, load)
+    def load() -> Tensor:
+        return load_box(whole(record.shape))
+
+    return Item(section, name, record.dtype, record.logical, tuple(record.shape), record.aliases, load, load_box)
 
 
 def logical(item: Item, tensor: Tensor) -> Tensor:
