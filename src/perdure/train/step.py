@@ -208,11 +208,21 @@ class TrainStep:
 
 
 def loss_and_count(loss: LossFunction, model: nn.Module, data: Any, samples: int) -> tuple[Tensor, int]:
-    """The summed loss of a micro-batch, and over how many tokens (or samples) it is a sum."""
+    """The summed loss of a micro-batch, and over how many tokens (or samples) it is a sum.
+
+    Raises:
+        UsageError: the loss function gave something else than a number, or a number and a count.
+    """
     output = loss(model, data)
-    if isinstance(output, tuple):
-        return output[0], int(output[1])
-    return output * samples, samples
+    value, count = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+        found = f"a {value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:100]
+        raise UsageError(
+            f"the loss function gave {found}; expected a floating-point tensor with one element",
+            hint="compute_loss_func(model, batch) returns the mean over the micro-batch, or (sum, count)",
+        )
+    value = value.reshape(())
+    return (value * samples, samples) if count is None else (value, int(count))
 
 
 def to_device(data: Any, device: torch.device) -> Any:
