@@ -24,7 +24,6 @@ FEATURES_NOT_BUILT: dict[str, str] = {
     "train_dataset.numa_enable": "binding workers to memory nodes",
     "eval_dataset.use_distribute_dataset": "reading on one rank for others",
     "eval_dataset.numa_enable": "binding workers to memory nodes",
-    "checkpoint.staging_memory": "bounding the snapshot of an asynchronous save",
     "monitor.tensorboard": "TensorBoard",
     "monitor.train_state": "figures of each rank",
 }

@@ -18,6 +18,7 @@ from perdure.config.schema import CheckpointConfig
 from perdure.engine.base import Base, load_base
 from perdure.engine.live import Live
 from perdure.engine.plan import Planner
+from perdure.engine.priority import lower_priority
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.engine.restore import Loaded, Restore
@@ -34,13 +35,15 @@ from perdure.storage.local import LocalStorage
 __all__ = ["Checkpointer", "Loaded"]
 
 Say = Callable[[str], None]
+# One at a time: the disk is kept busy, and a processor is left to training.
+BACKGROUND_WORKERS = 1
 
 
 @dataclass
 class _Underway:
     job: SaveJob
     thread: threading.Thread
-    started: float
+    seconds: float = 0.0
     commit: CommitRecord | None = None
     error: BaseException | None = None
 
@@ -99,7 +102,8 @@ class Checkpointer:
         self._base: Base | None = None
         self._planner = Planner(self.ranks, config.remove_redundancy)
         self._buffers: WriteBuffers | None = None
-        self._snapshot = Snapshot()
+        self._background: WriteBuffers | None = None
+        self._snapshot = Snapshot(config.staging_bytes)
         self._underway: _Underway | None = None
 
     @property
@@ -232,7 +236,10 @@ class Checkpointer:
             if background:
                 self._start(job, started)
             else:
-                self._settle(job, self._run_together(job), started)
+                commit = self._run_together(job)
+                seconds = time.monotonic() - started
+                self._settle(job, commit, seconds)
+                self._after_commit(commit, seconds)
         except SaveError as error:
             self._failed(error, job)
         self.last_stall_s = time.monotonic() - started
@@ -337,22 +344,24 @@ class Checkpointer:
         return self.ranks.together(work, f"saving step {job.common.global_step}")
 
     def _start(self, job: SaveJob, started: float) -> None:
-        rows = [row for section in job.entries.values() for row in section]
-        copies = self._snapshot.snapshot([row.file for row in rows])
-        for row, copy in zip(rows, copies, strict=True):
-            row.file = copy
-        buffers = self._write_buffers()
+        job.stage(self._snapshot, self._write_buffers)
+        if self._background is None:
+            self._background = WriteBuffers(BACKGROUND_WORKERS, background=True)
+        buffers = self._background
 
         def work() -> None:
+            lower_priority()
             try:
                 underway.commit = job.run(buffers)
+                underway.seconds = time.monotonic() - started
+                self._after_commit(underway.commit, underway.seconds)
             except BaseException as error:
                 underway.error = error
             self.ranks.phase.background = ""
 
         self.ranks.phase.background = f"saving step {job.common.global_step} in the background"
         thread = threading.Thread(target=work, name=f"{SAVE_THREAD}-{job.common.global_step}", daemon=False)
-        underway = _Underway(job, thread, started)
+        underway = _Underway(job, thread)
         self._underway = underway
         thread.start()
 
@@ -362,15 +371,17 @@ class Checkpointer:
             return
         try:
             self.ranks.agree(underway.error, f"saving step {underway.job.common.global_step}")
-            self._settle(underway.job, underway.commit, underway.started)
+            self._settle(underway.job, underway.commit, underway.seconds)
         except SaveError as error:
             self._failed(error, underway.job)
 
-    def _settle(self, job: SaveJob, commit: CommitRecord | None, started: float) -> None:
-        """A save is committed: the numbers move on, old iterations go."""
+    def _settle(self, job: SaveJob, commit: CommitRecord | None, seconds: float) -> None:
+        """A save is committed: the numbers move on."""
         self._save_root.parent = job.identity.sequence
-        self.last_save_s = time.monotonic() - started
-        self.last_commit = commit
+        self.last_save_s, self.last_commit = seconds, commit
+
+    def _after_commit(self, commit: CommitRecord | None, seconds: float) -> None:
+        """On rank 0: the commit is told, and old iterations go."""
         if commit is None:
             return
         self._save_root.event(
@@ -379,7 +390,7 @@ class Checkpointer:
             sequence=commit.sequence,
             parent=commit.parent,
             bytes=commit.size,
-            seconds=round(self.last_save_s, 3),
+            seconds=round(seconds, 3),
         )
         self._save_root.retain()
 
@@ -396,9 +407,10 @@ class Checkpointer:
     # ---- the root, and whose it is
 
     def _release(self) -> None:
-        if self._buffers is not None:
-            self._buffers.close()
-            self._buffers = None
+        for buffers in (self._buffers, self._background):
+            if buffers is not None:
+                buffers.close()
+        self._buffers = self._background = None
         self._save_root.release()
 
     def _write_buffers(self) -> WriteBuffers:

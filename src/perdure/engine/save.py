@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,7 +21,8 @@ from perdure.catalog.publish import Staging, discard, publish
 from perdure.catalog.root import Root
 from perdure.engine.plan import SavePlan, ShardId
 from perdure.engine.ranks import Ranks
-from perdure.engine.writer import FileEntry, WriteBuffers, write_file
+from perdure.engine.staging import Staging as Snapshot
+from perdure.engine.writer import FileEntry, FileWrite, WriteBuffers
 from perdure.errors import PerdureError, SaveError
 from perdure.format.commit import CommitRecord
 from perdure.format.common import CommonInfo
@@ -70,6 +71,15 @@ class Entry:
     file: FileEntry
 
 
+@dataclass(frozen=True)
+class _ShardFile:
+    """A file of this rank's: its section, and under which key each shard lies in it."""
+
+    section: Section
+    shards: list[tuple[str, ShardId]]
+    write: FileWrite
+
+
 def entries_of(plan: SavePlan, rank: int, tensors: Sequence[NamedTensor]) -> dict[Section, list[Entry]]:
     """What `rank` writes, by section, each shard under a key that is unique in its file."""
     memory = {ShardId(t.section, t.name, p.box): p.tensor for t in tensors for p in t.pieces}
@@ -104,13 +114,31 @@ class SaveJob:
     rank: int
     ranks: int
     prefix: str
-    entries: dict[Section, list[Entry]]
+    entries: InitVar[dict[Section, list[Entry]]]
     common: CommonInfo
     training: dict[str, Any]
     lock: RootLock | None
     before_commit: Callable[[], tuple[int, str]] = field(default=lambda: (0, ""))
     warn: Callable[[str], None] = field(default=lambda text: None)
     peers: Ranks | None = None
+
+    def __post_init__(self, entries: dict[Section, list[Entry]]) -> None:
+        self._files = [self._file(section, rows) for section, rows in entries.items()]
+        self._cuda = any(row.file.tensor.device.type == "cuda" for rows in entries.values() for row in rows)
+        self._early: Exception | None = None
+
+    def stage(self, snapshot: Snapshot, buffers: Callable[[], WriteBuffers]) -> None:
+        """Needs the live objects no more: copies what the snapshot has memory for, writes the rest at once.
+
+        What the storage refuses meanwhile is raised by `run`, as anywhere else in the save.
+        """
+        snapshot.snapshot([file.write for file in self._files], cuda=self._cuda)
+        try:
+            for file in self._files:
+                if file.write.cut:
+                    file.write.write_live(self.root.storage, self._path(file), buffers())
+        except Exception as error:
+            self._early = error
 
     def run(self, buffers: WriteBuffers) -> CommitRecord | None:
         """Writes this rank's files; on rank 0 then waits for the others and publishes.
@@ -122,6 +150,8 @@ class SaveJob:
         try:
             self._write_files(part, buffers)
         except BaseException as error:
+            for file in self._files:
+                file.write.abort()
             part = Part(rank=self.rank, error=_describe(error))
             self._report(part, quietly=True)
             if self.rank == 0:
@@ -160,17 +190,27 @@ class SaveJob:
             discard(self.staging)
             raise self._failed(error) from error
 
+    def _file(self, section: Section, rows: list[Entry]) -> _ShardFile:
+        name = shard_filename(self.prefix, _KIND[section], self.rank, self.ranks)
+        text = {"format": "pt", "save": self.identity.mark, "rank": str(self.rank)}
+        tensors = {row.file.key: row.file.tensor for row in rows}
+        shapes = [(row.file.key, row.file.dtype, tuple(row.file.tensor.shape)) for row in rows]
+        shards = [(row.file.key, row.shard) for row in rows]
+        return _ShardFile(section, shards, FileWrite(name, shapes, tensors.__getitem__, text))
+
+    def _path(self, file: _ShardFile) -> str:
+        return os.path.join(self.staging.path, file.write.name)
+
     def _write_files(self, part: Part, buffers: WriteBuffers) -> None:
-        for section, rows in self.entries.items():
-            name = shard_filename(self.prefix, _KIND[section], self.rank, self.ranks)
-            text = {"format": "pt", "save": self.identity.mark, "rank": str(self.rank)}
-            path = os.path.join(self.staging.path, name)
-            written = write_file(self.root.storage, path, name, [r.file for r in rows], text, buffers)
-            for row in rows:
-                digest, blocks = written.digests[row.file.key]
-                key = "" if row.file.key == row.shard.name else row.file.key
-                shard = ShardRecord(len(part.files), row.shard.box.offset, row.shard.box.shape, digest, blocks, key)
-                part.shards.append((SECTIONS.index(section), row.shard.name, shard))
+        if self._early is not None:
+            raise self._early
+        for file in self._files:
+            written = file.write.run(self.root.storage, self._path(file), buffers)
+            for key, shard in file.shards:
+                digest, blocks = written.digests[key]
+                own = "" if key == shard.name else key
+                record = ShardRecord(len(part.files), shard.box.offset, shard.box.shape, digest, blocks, own)
+                part.shards.append((SECTIONS.index(file.section), shard.name, record))
             part.files.append(written.record)
 
     def _report(self, part: Part, quietly: bool = False) -> None:

@@ -1,7 +1,8 @@
-"""The snapshot of an asynchronous save: one copy of this rank's share into buffers that are used again.
+"""The snapshot of an asynchronous save: one copy of this rank's share into memory that is used again.
 
-The copy is made by one thread (several collapse when the cores are busy with training), from CUDA
-through pinned memory on a side stream. Nobody else ever sees the buffers.
+It is laid out as the files will be, so that they are written straight from it. The copy is made by one
+thread (several collapse when the cores are busy with training), from CUDA through pinned memory on a side
+stream. Nobody else ever sees the memory.
 """
 
 from __future__ import annotations
@@ -12,58 +13,81 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from perdure.engine.writer import FileEntry
+from perdure.engine.writer import CHUNK, FileWrite, memory_of
+from perdure.format.safetensors import ALIGNMENT
+from perdure.storage.memory import address_of, aligned
 
-__all__ = ["Staging"]
-
-_ALIGNMENT = 64
+__all__ = ["Staging", "cuts"]
 
 
 class Staging:
-    """Host memory for one snapshot, grown when a larger one comes."""
+    """Host memory for one snapshot, grown when a larger one comes.
 
-    def __init__(self) -> None:
+    Args:
+        limit: most bytes of it; None for as many as a snapshot needs.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
         self._memory: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def snapshot(self, entries: Sequence[FileEntry]) -> list[FileEntry]:
-        """The same entries with their tensors copied; returns when every value is safe."""
-        sizes = [_padded(e.tensor.numel() * e.tensor.element_size()) for e in entries]
-        cuda = any(e.tensor.device.type == "cuda" for e in entries)
-        memory = self._room(sum(sizes), cuda)
-        copied, at = [], 0
+    def snapshot(self, files: Sequence[FileWrite], *, cuda: bool = False) -> None:
+        """Stages the files, or as much of them as there may be memory for; returns when every value is safe.
+
+        Args:
+            cuda: some of their tensors are on a CUDA device.
+        """
+        begins = cuts([file.padded for file in files], self._limit)
+        memory = self._room(sum(file.padded - cut for file, cut in zip(files, begins, strict=True)), cuda)
         if cuda:
             self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream())
-        for entry, size in zip(entries, sizes, strict=True):
-            target = _view(memory[at : at + size], entry.tensor)
-            self._copy(target, entry.tensor)
-            copied.append(FileEntry(entry.key, entry.dtype, target))
+        image, at = memory_of(memory), 0
+        for file, cut in zip(files, begins, strict=True):
+            size = file.padded - cut
+            if size:
+                file.stage(image[at : at + size], cut, self._copy)
             at += size
         if self._stream is not None and cuda:
             self._stream.synchronize()
-        return copied
 
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        if source.device.type == "cpu" and source.is_contiguous():
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
-        elif source.device.type == "cuda" and self._stream is not None:
+    def _copy(self, source: Tensor, begin: int, target: memoryview) -> None:
+        """Puts a tensor's bytes from `begin` on into `target`, which is a part of the memory."""
+        if source.device.type == "cuda" and self._stream is not None and self._memory is not None:
+            at = address_of(target) - self._memory.data_ptr()
             with torch.cuda.stream(self._stream):
-                target.copy_(source, non_blocking=True)
+                flat = source.contiguous().reshape(-1).view(torch.uint8)
+                self._memory[at : at + len(target)].copy_(flat[begin:], non_blocking=True)
+        elif source.device.type == "cpu" and not source.is_contiguous() and begin == 0:
+            _typed(target, source).copy_(source)
         else:
-            target.copy_(source)
+            plain = source.contiguous().cpu()
+            ctypes.memmove(address_of(target), plain.data_ptr() + begin, len(target))
 
     def _room(self, size: int, pinned: bool) -> Tensor:
-        if self._memory is None or self._memory.numel() < size:
+        if self._memory is None or self._memory.numel() < size or self._memory.is_pinned() < pinned:
             self._memory = None
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        return self._memory
+            if pinned:
+                raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+                begin = -raw.data_ptr() % ALIGNMENT
+                self._memory = raw[begin : begin + size]
+            else:
+                self._memory = torch.frombuffer(aligned(max(size, 1)), dtype=torch.uint8)
+        return self._memory[:size]
 
 
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def cuts(sizes: Sequence[int], limit: int | None) -> list[int]:
+    """From which byte on each file is staged: the last files first, as far as `limit` bytes go."""
+    left, begins = sum(sizes) if limit is None else limit, [0] * len(sizes)
+    for number in reversed(range(len(sizes))):
+        size = sizes[number]
+        # What is written at once ends with a whole chunk.
+        begin = 0 if size <= left else min(-(-(size - left) // CHUNK) * CHUNK, size)
+        begins[number] = begin
+        left -= size - begin
+    return begins
 
 
-def _view(memory: Tensor, like: Tensor) -> Tensor:
-    size = like.numel() * like.element_size()
-    return memory[:size].view(like.dtype).reshape(like.shape)
+def _typed(target: memoryview, like: Tensor) -> Tensor:
+    return torch.frombuffer(target, dtype=torch.uint8).view(like.dtype).reshape(like.shape)

@@ -152,6 +152,8 @@ class FileWrite:
                 copy(self._live(key), first - entry.begin, image[start + first - cut : start + entry.end - cut])
         image[self.size - cut :] = bytes(self.padded - self.size)
         self.cut, self._image = cut, image
+        if cut == 0:
+            self._tensor = None
 
     def write_live(self, storage: Storage, path: str, buffers: WriteBuffers) -> None:
         """Writes what is not staged; live tensors are needed no more then.
@@ -178,6 +180,11 @@ class FileWrite:
             if entry.begin == entry.end:
                 digests[key] = _finished(ShardDigester())
         return WrittenFile(FileRecord(self.name, self.size, digest_bytes(self._header)), digests)
+
+    def abort(self) -> None:
+        """Gives up what was begun; never raises."""
+        if self._writing is not None:
+            self._writing.abort()
 
     def _header_tensor(self) -> Tensor:
         return torch.frombuffer(self._header, dtype=torch.uint8)
@@ -258,6 +265,10 @@ class _Writing:
         if self._failure is not None:
             self._writer.abort()
             raise self._failure
+
+    def abort(self) -> None:
+        """Closes the file without promising anything."""
+        self._writer.abort()
 
     def finish(self, size: int) -> dict[str, tuple[str, tuple[str, ...]]]:
         """Makes the file durable; the digests of its tensors."""
