@@ -134,7 +134,7 @@ class ResumableLoader(SteppedLoader):
             kind="own" if own_order and describe is None else "order",
             seed=self.seed,
             shuffle=self.shuffle,
-            lengths=list(self._stretches),
+            lengths=[] if own_order else list(self._stretches),
             mixture=None if describe is None else describe(),
             global_batch_size=self.global_batch_size,
             rampup=None if ramp is None else [ramp.start, ramp.increment, ramp.samples],

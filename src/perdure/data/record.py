@@ -27,7 +27,7 @@ class StreamRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             recomputed here) or "iterable" (in the order in which the data set gives its samples).
         version: of the order.
         seed, shuffle: what the order is keyed by.
-        lengths: (first position, length of the data set from there on).
+        lengths: (first position, length of the data set from there on); empty where it orders itself.
         mixture: of several sources, or None.
         global_batch_size, rampup, skip_ranges: how positions make up steps.
         identity: the data set's.
@@ -47,7 +47,7 @@ class StreamRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     @property
     def length(self) -> int:
         """Samples of an epoch; 0 for an iterable."""
-        return self.lengths[-1][1] if self.lengths else 0
+        return self.lengths[-1][1] if self.lengths else int(self.identity.get("length") or 0)
 
     def plan(self) -> BatchPlan:
         """Which positions make up which step."""

@@ -196,9 +196,10 @@ class _Walk:
 
     def _compare(self, header: Header, old: StreamRecord, new: StreamRecord) -> None:
         consumed = header.consumed_samples
-        has_grown = new.length > old.length and new.lengths == list(grown(tuple(old.lengths), new.length, consumed))
+        longer = bool(old.lengths) and new.length > old.length
+        has_grown = longer and new.lengths == list(grown(tuple(old.lengths), new.length, consumed))
         changed = differences(old.identity, new.identity, consumed_samples=consumed, grown=has_grown)
-        if not (has_grown or new.lengths == old.lengths or new.mixture):
+        if not (has_grown or new.lengths == old.lengths):
             changed.append(f"lengths: {old.lengths} -> {new.lengths}")
         if has_grown:
             self._report.notes.append(

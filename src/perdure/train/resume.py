@@ -114,7 +114,8 @@ def resume_point(saved: Progress, training: Mapping[str, Any], wish: Wish, datas
 
 def _check_data(training: Mapping[str, Any], dataset: Mapping[str, Any], consumed: int, wish: Wish) -> None:
     saved = training.get("datasets", {}).get("train") or dataset
-    found = differences(saved, dataset, consumed_samples=consumed, grown=wish.accept_growth)
+    can_grow = bool(training.get("stretches"))
+    found = differences(saved, dataset, consumed_samples=consumed, grown=can_grow and wish.accept_growth)
     # Another order of the same samples repeats some and leaves out others.
     if training.get("shuffle", wish.shuffle) != wish.shuffle:
         found.append(f"shuffle: {training['shuffle']} -> {wish.shuffle}")
@@ -122,7 +123,7 @@ def _check_data(training: Mapping[str, Any], dataset: Mapping[str, Any], consume
         ways = (
             "training.ignore_data_skip=True starts the data afresh, training.data_skip_steps=N goes on N steps further"
         )
-        if has_grown(saved, dataset):
+        if can_grow and has_grown(saved, dataset):
             ways += ", training.accept_data_growth=True takes in what was added at their end from the next epoch on"
         raise DataError(
             "the training data are not those that the checkpoint was trained on:\n  " + "\n  ".join(found),
