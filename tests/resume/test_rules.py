@@ -398,7 +398,7 @@ def test_an_object_missing_on_either_side_is_told(tmp_path: Path, capfd: pytest.
 # ---- freezing
 
 
-def test_frozen_and_unfrozen_again_the_weights_are_exact_and_lost_moments_are_told(
+def test_frozen_and_unfrozen_again_weights_and_moments_are_exact(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def frozen() -> nn.Module:
@@ -406,13 +406,36 @@ def test_frozen_and_unfrozen_again_the_weights_are_exact_and_lost_moments_are_to
         net.first.requires_grad_(False)
         return net
 
+    def optimizer_state(step: int) -> dict[str, str]:
+        iteration = tiny.newest(root_of(tmp_path))
+        assert iteration.iteration == step
+        return tiny.state(iteration, "optimizer")
+
+    of_first = [f"optimizer:adam_{each}.first.{part}" for each in "mv" for part in ("weight", "bias")]
     tiny.trainer(tmp_path, 5).train()
-    five = tiny.state(tiny.newest(root_of(tmp_path)), "model")
+    five = tiny.state(tiny.newest(root_of(tmp_path)))
     capfd.readouterr()
-    tiny.trainer(tmp_path, 8, model=frozen).train()
-    assert "first.weight" in capfd.readouterr().err
-    eight = tiny.state(tiny.newest(root_of(tmp_path)), "model")
+    for stop in (7, 8):
+        tiny.trainer(tmp_path, stop, model=frozen).train()
+        assert (
+            "2 parameters are frozen; their optimizer state is kept: first.weight, first.bias" in capfd.readouterr().err
+        )
+    eight = tiny.state(tiny.newest(root_of(tmp_path)))
     assert five["model:first.weight"] == eight["model:first.weight"]
     assert five["model:last.weight"] != eight["model:last.weight"]
-    tiny.trainer(tmp_path, 9).train()
-    assert "fresh optimizer state" in capfd.readouterr().err
+    assert {name: five[name] for name in of_first} == {name: eight[name] for name in of_first}
+    made = tiny.trainer(tmp_path, 9)
+
+    class Look(tiny.Callback):
+        def on_train_begin(self, trainer: Any, state: Any) -> None:
+            steps = {n: float(trainer.optimizer.state[p]["step"]) for n, p in trainer.model.named_parameters()}
+            assert steps == {"first.weight": 5.0, "first.bias": 5.0, "last.weight": 8.0, "last.bias": 8.0}
+
+    made._callbacks.append(Look())
+    made.train()
+    told = capfd.readouterr().err
+    assert "2 parameters are trained again, with the optimizer state from before they were frozen" in told
+    assert "fresh" not in told
+    assert {name for name in optimizer_state(9) if "step" in name} == {
+        f"optimizer:adam_step.{layer}.{part}" for layer in ("first", "last") for part in ("weight", "bias")
+    }

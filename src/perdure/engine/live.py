@@ -14,8 +14,9 @@ from perdure.engine.writer import memory_of
 from perdure.errors import SaveError
 from perdure.format.digest import digest_bytes
 from perdure.format.jsonio import encode
+from perdure.state.dormant import Dormant
 from perdure.state.merge import common_step, merge_optimizers
-from perdure.state.model import extra_states, model_tensors, parameter_names
+from perdure.state.model import extra_states, model_tensors, named_parameters, parameter_names
 from perdure.state.optimizer import OptimizerView, collect_optimizer
 from perdure.state.shards import NamedTensor
 from perdure.state.stateful import check_registered, collect
@@ -33,6 +34,7 @@ class Live:
     def __init__(self, model: nn.Module, optimizer: Any, extra: Mapping[str, Any]) -> None:
         check_registered(extra)
         self.model, self.optimizer, self.extra = model, optimizer, dict(extra)
+        self._dormant = Dormant()
 
     def tensors(self) -> list[NamedTensor]:
         """The model's parameters and persistent buffers."""
@@ -50,7 +52,10 @@ class Live:
         masters = {}
         if hasattr(self.optimizer, "main_params"):
             masters = {names[id(p)]: m for p, m in self.optimizer.main_params().items() if id(p) in names}
-        return OptimizerView(self.optimizer, names, masters, getattr(self.optimizer, "inner", self.optimizer))
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        frozen = {name: p for p, name in named_parameters(self.model) if id(p) not in trained}
+        named = getattr(self.optimizer, "inner", self.optimizer)
+        return OptimizerView(self.optimizer, names, masters, named, frozen, self._dormant)
 
     def registered(self) -> dict[str, Any]:
         """The registered objects, and the modules of the model that keep state of their own."""

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from perdure.engine.reader import Fill, ShardSource, read_tensors
 from perdure.errors import DamagedCheckpointError, MismatchError
+from perdure.format.dtypes import BY_TORCH
 from perdure.format.metadata import CheckpointMetadata, Section, TensorRecord
-from perdure.state.optimizer import OptimizerRestore, OptimizerView, prepare_optimizer
-from perdure.state.shards import NamedTensor, Piece, blank, describe
+from perdure.state.optimizer import OptimizerView
+from perdure.state.optimizer_restore import OptimizerRestore, prepare_optimizer
+from perdure.state.shards import NamedTensor, Piece, blank, describe, dtype_name
 from perdure.state.stateful import rebuild
 
 __all__ = ["LoadPlan", "few", "held_names", "match_model"]
@@ -27,7 +30,8 @@ class LoadPlan:
     """What a load will do; made before anything changes, so that a mismatch changes nothing.
 
     `notes` are lines for the user; `found` and `absent` are the model's tensors that the checkpoint has and
-    lacks, `others` those of the checkpoint that only other ranks hold. After `read`, `finish` sets optimizer and
+    lacks, `others` those of the checkpoint that only other ranks hold, `rounded_again` parameters that are to be set
+    to their masters. After `read`, `finish` sets optimizer and
     registered objects.
     """
 
@@ -38,6 +42,7 @@ class LoadPlan:
     objects: list[Callable[[], None]] = field(default_factory=list)
     found: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
+    rounded_again: list[str] = field(default_factory=list)
     others: frozenset[str] = frozenset()
 
     def add_model(
@@ -87,14 +92,37 @@ class LoadPlan:
         and a master fills the parameter that is float32 here, whose rounded weight is then not read.
         """
         canonical = _canonical(weights)
-        for name in list(restore.missing_masters):
+        exact, again, live = [], [], dict(view.parameters())
+        for name, master in view.masters.items():
             record = weights.get(canonical.get(name, ""))
-            if record is not None and record.dtype == "F32" and record.shape == tuple(view.masters[name].shape):
-                pieces = describe("optimizer", name, view.masters[name], values=False).pieces
-                self.fills.append(Fill("model", canonical[name], record, pieces))
+            if record is None:
+                continue
+            if name not in restore.missing_masters:
+                again += [name] if record.dtype != BY_TORCH[dtype_name(live[name].dtype)].stored else []
+            elif record.dtype == "F32" and record.shape == tuple(master.shape):
+                self.fills.append(Fill("model", canonical[name], record, describe("optimizer", name, master).pieces))
                 restore.missing_masters.remove(name)
+                exact.append(name)
         replaced = {canonical[name] for name in restore.from_masters if name in canonical}
         self.fills = [fill for fill in self.fills if fill.section != "model" or fill.name not in replaced]
+        self.rounded_again = again
+        lost = [
+            name
+            for name, parameter in live.items()
+            if name not in view.masters
+            and name not in restore.from_masters
+            and parameter.dtype in (torch.float32, torch.float64)
+            and canonical.get(name) in weights
+            and weights[canonical[name]].dtype in ("BF16", "F16")
+        ]
+        for names, what in (
+            (exact, "FP32 masters took the exact values of float32 weights"),
+            (restore.from_masters, "float32 parameters took the exact values of FP32 masters"),
+            (again, "parameters were rounded anew from their FP32 masters, to another dtype than before"),
+            (lost, "float32 parameters come from rounded weights without FP32 masters; what rounding took is lost"),
+        ):
+            if names:
+                self.notes.append(f"{len(names)} {what}: {few(names, 3)}")
 
     def add_object(self, name: str, value: Any, metadata: CheckpointMetadata, rank: int, ranks: int) -> None:
         """A registered object; one that the checkpoint lacks is reported and left as it is."""

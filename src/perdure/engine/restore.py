@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import or_
@@ -19,7 +19,7 @@ from perdure.catalog.root import Iteration, Root
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.find import find_checkpoint
 from perdure.engine.live import Live
-from perdure.engine.load import LoadPlan, held_names
+from perdure.engine.load import LoadPlan, few, held_names
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.engine.reader import ShardSource
@@ -274,15 +274,19 @@ class Restore:
         reload = getattr(self._live.optimizer, "reload_main_params_from_model", None)
         if reload is None:
             return []
+        optimizer, names = self._live.optimizer, parameter_names(self._live.model)
+
+        def called(wanted: Collection[str]) -> list[Any]:
+            return [p for p in optimizer.main_params() if names.get(id(p)) in set(wanted)]
+
         notes = []
         if weights_only or plan.optimizer is None:
             reload()
-        elif plan.optimizer.missing_masters:
-            missing = set(plan.optimizer.missing_masters)
-            names = parameter_names(self._live.model)
-            reload([p for p in self._live.optimizer.main_params() if names.get(id(p)) in missing])
-            notes.append(f"{len(missing)} FP32 masters were not in the checkpoint and were taken from the weights")
-        astray = self._live.optimizer.check_alignment()
+        elif missing := plan.optimizer.missing_masters:
+            reload(called(missing))
+            notes.append(f"{len(missing)} FP32 masters were not in the checkpoint and took the weights: {few(missing)}")
+        optimizer.copy_main_params_to_model(called(plan.rounded_again))
+        astray = optimizer.check_alignment()
         if astray:
             raise DamagedCheckpointError(
                 f"{plan.where}: {len(astray)} FP32 masters do not round to their weights, first {astray[0]}"

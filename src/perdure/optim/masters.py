@@ -88,10 +88,15 @@ class MixedPrecisionOptimizer(Optimizer):
                 self._masters[parameter].copy_(parameter)
 
     @torch.no_grad()
-    def copy_main_params_to_model(self) -> None:
-        """Set every low-precision parameter to the rounding of its master."""
-        for parameter, master in self._masters.items():
-            parameter.copy_(master)
+    def copy_main_params_to_model(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Set low-precision parameters to the rounding of their masters.
+
+        Args:
+            parameters: only these; default all.
+        """
+        for parameter in self._masters if parameters is None else parameters:
+            if parameter in self._masters:
+                parameter.copy_(self._masters[parameter])
 
     @torch.no_grad()
     def check_alignment(self) -> list[str]:

@@ -12,7 +12,7 @@ from perdure.errors import UnsupportedStateError
 from perdure.state.jsonable import from_json, to_json
 from perdure.state.shards import dtype_name
 
-__all__ = ["few", "group_settings", "setting_tensor"]
+__all__ = ["few", "group_settings", "moved_parameters", "setting_tensor"]
 
 _MOST_ELEMENTS = 64
 
@@ -70,6 +70,30 @@ def group_settings(
             moved = [name for part in sorted(parts, key=len)[:-1] for name in part]
             notes.append(f"the settings of saved group {number} now hold for {len(parts)} groups; moved: {few(moved)}")
     return found
+
+
+def moved_parameters(
+    live: Sequence[dict[str, Any]], names: Mapping[int, str], groups: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """The parameters that share their group with others than before, by names alone.
+
+    Groups go by their names where both sides have them, else a group stands for the saved one from which most of its
+    parameters come.
+    """
+    home = {name: number for number, group in enumerate(groups) for name in group["params"]}
+    labels = [group.get("settings", {}).get("name") for group in groups]
+    moved, heirs = [], set()
+    for group in sorted(live, key=lambda group: -len(group["params"])):
+        here = [name for p in group["params"] if (name := names.get(id(p), "")) in home]
+        if group.get("name") is not None and None not in labels:
+            moved += [f"{n} ({labels[home[n]]} -> {group['name']})" for n in here if labels[home[n]] != group["name"]]
+            continue
+        origins = [home[name] for name in here]
+        main = max((o for o in set(origins) if o not in heirs), key=origins.count, default=None)
+        if main is not None:
+            heirs.add(main)
+        moved += [name for name, origin in zip(here, origins, strict=True) if origin != main]
+    return sorted(moved)
 
 
 def _placed(value: Any, live: Any) -> Any:

@@ -51,6 +51,8 @@ def merge_optimizers(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 same = {"params": [], "settings": group["settings"]}
                 groups.append(same)
             same["params"] += [name for name in group["params"] if name not in same["params"]]
+    asleep = sorted({name for each in described for name in each.get("dormant", ())})
     if sharing:
         values["$without_step"] = [name for name in names if name not in sharing]
-    return {**first, "keys": keys, "groups": groups, "values": values}
+    merged = {**first, "keys": keys, "groups": groups, "values": values}
+    return {**merged, "dormant": asleep} if asleep else merged

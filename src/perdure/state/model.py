@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from perdure.errors import UnsupportedStateError
 from perdure.state.shards import NamedTensor, describe, is_plain
 
-__all__ = ["extra_states", "frozen_names", "model_tensors", "named_modules", "parameter_names"]
+__all__ = ["extra_states", "frozen_names", "model_tensors", "named_modules", "named_parameters", "parameter_names"]
 
 # Wrapper class -> attribute of what it wraps, by name, so that none of them need be imported.
 _WRAPPERS = {
@@ -111,14 +111,19 @@ def frozen_names(model: nn.Module) -> frozenset[str]:
     )
 
 
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """`id(parameter)` -> its first fully qualified name: the name that optimizer state goes by."""
-    names: dict[int, str] = {}
+def named_parameters(model: nn.Module) -> list[tuple[nn.Parameter, str]]:
+    """Every parameter once, with its first fully qualified name: the name that optimizer state goes by."""
+    found: dict[int, tuple[nn.Parameter, str]] = {}
     for prefix, module in named_modules(model):
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                names.setdefault(id(parameter), prefix + name)
-    return names
+                found.setdefault(id(parameter), (parameter, prefix + name))
+    return list(found.values())
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """`id(parameter)` -> its name as `named_parameters` gives it."""
+    return {id(parameter): name for parameter, name in named_parameters(model)}
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:

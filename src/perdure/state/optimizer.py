@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name, read and set without ever stepping an optimizer.
+"""Optimizer state by parameter name, as a save takes it.
 
 Names (FORMAT.md): `<state>.<parameter>`; Adam's states are `adam_m`, `adam_v` and `adam_step`, masters
 `main_param`; a step that all parameters share is stored once.
@@ -6,23 +6,20 @@ Names (FORMAT.md): `<state>.<parameter>`; Adam's states are `adam_m`, `adam_v` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from perdure.errors import DamagedCheckpointError, MismatchError, UnsupportedStateError
-from perdure.format.dtypes import BY_SAFETENSORS
-from perdure.format.metadata import TensorRecord
-from perdure.state.arena import Arena
-from perdure.state.dormant import Dormant, lay_to_rest
-from perdure.state.groups import few, group_settings, moved_parameters, setting_tensor
-from perdure.state.jsonable import from_json, to_json
-from perdure.state.shards import NamedTensor, blank, describe
+from perdure.errors import UnsupportedStateError
+from perdure.state.dormant import Dormant
+from perdure.state.groups import setting_tensor
+from perdure.state.jsonable import to_json
+from perdure.state.shards import NamedTensor, describe
 
-__all__ = ["MASTER", "OptimizerRestore", "OptimizerView", "collect_optimizer", "prepare_optimizer"]
+__all__ = ["MASTER", "OptimizerView", "collect_optimizer"]
 
 MASTER = "main_param"
 _ADAM = {"exp_avg": "adam_m", "exp_avg_sq": "adam_v", "step": "adam_step"}
@@ -123,7 +120,7 @@ def collect_optimizer(view: OptimizerView, *, share_step: bool = True) -> tuple[
     dormant = view.dormant
     tensors += dormant.tensors
     _refuse_repeated(tensors)
-    described = {"type": view.type, "keys": {**dormant.keys, **keys}, "groups": groups, "values": values}
+    described: dict[str, Any] = {"type": view.type, "keys": dormant.keys | keys, "groups": groups, "values": values}
     if dormant.parameters:
         described |= {"dormant": list(dormant.parameters), "values": {**values, **dormant.values}}
     return described, tensors
@@ -193,224 +190,3 @@ def _all_equal(steps: list[Any]) -> bool:
             and first.dim() == 0
         )
     return all(type(s) is type(first) and s == first for s in steps)
-
-
-@dataclass
-class OptimizerRestore:
-    """What a load will do to an optimizer: tensors to be filled, then `install`.
-
-    `notes` are the differences worth a line to the user; `fresh` names the parameters that the
-    checkpoint's optimizer did not know; `missing_masters` those whose master it lacks; `from_masters` those
-    that are held in full precision here and take a master's values instead of the rounded weight's.
-    """
-
-    targets: list[NamedTensor]
-    install: Callable[[], None]
-    notes: list[str] = field(default_factory=list)
-    fresh: list[str] = field(default_factory=list)
-    missing_masters: list[str] = field(default_factory=list)
-    from_masters: list[str] = field(default_factory=list)
-
-
-def prepare_optimizer(
-    view: OptimizerView,
-    described: Mapping[str, Any],
-    records: Mapping[str, TensorRecord],
-    *,
-    restore_settings: bool,
-    others: frozenset[str] = frozenset(),
-) -> OptimizerRestore:
-    """Allocates state for what the checkpoint holds; nothing of the optimizer changes before the targets are filled.
-
-    State tensors that the optimizer has already are filled in place.
-
-    Args:
-        described: metadata's `training.optimizer` as `collect_optimizer` made it.
-        records: metadata's `optimizer` section.
-        restore_settings: set parameter-group settings as saved (the Trainer's configuration wins over them).
-        others: names of parameters that other ranks hold.
-
-    Raises:
-        MismatchError: another type of optimizer, or a master of another shape.
-    """
-    saved_type = described.get("type", view.type)
-    if saved_type != view.type:
-        raise MismatchError(
-            f"the checkpoint's optimizer is {saved_type}, this run's is {view.type}",
-            hint=f"use {saved_type}, or start from the weights only: checkpoint.no_load_optim=True",
-        )
-    restore = OptimizerRestore([], lambda: None)
-    groups = described.get("groups", [])
-    known = {name for group in groups for name in group["params"]}
-    slept = set(described.get("dormant", ()))
-    shared_step = described.get("values", {}).get("$shared_step")
-    sharers = _step_sharers(view, described, known, records)
-    states: dict[int, dict[str, Any]] = {}
-    arena = Arena()
-    finishers: list[Callable[[], None]] = []
-    claimed: set[str] = set()
-    for name, parameter in view.parameters():
-        state: dict[str, Any] = {}
-        for label, key in described.get("keys", {}).items():
-            own = f"{label}.{name}"
-            source = label if label == shared_step and name in sharers else own
-            values, held = described.get("values", {}), view.optimizer.state.get(parameter, {}).get(key)
-            _allocate(state, key, source, parameter, values, records, restore, finishers, own, held, arena)
-            claimed.add(source)
-        states[id(parameter)] = state
-        if known and name not in known | slept:
-            restore.fresh.append(name)
-    for name, master in view.masters.items():
-        own = f"{MASTER}.{name}"
-        if own in records:
-            _expect(own, records[own], tuple(master.shape))
-            restore.targets.append(_target(own, master))
-            claimed.add(own)
-        else:
-            restore.missing_masters.append(name)
-    for name, parameter in view.parameters():
-        own = f"{MASTER}.{name}"
-        if name not in view.masters and own in records and parameter.dtype in (torch.float32, torch.float64):
-            _expect(own, records[own], tuple(parameter.shape))
-            restore.targets.append(_target(own, parameter))
-            restore.from_masters.append(name)
-            claimed.add(own)
-    claimed.update(target.name for target in restore.targets)
-    unused = sorted(set(records) - claimed - set(described.get("set_aside", ())))
-    unused = [name for name in unused if not _is_state_of(name, others)]
-    labels = [*described.get("keys", {}), MASTER]
-    dormant, asleep = lay_to_rest(view.frozen, set(unused), described, records, labels)
-    restore.targets += asleep
-    unused = sorted(set(unused).difference(target.name for target in asleep))
-    woken = [name for name, _ in view.parameters() if name in slept]
-    for names, what in (
-        (dormant.parameters, "parameters are frozen; their optimizer state is kept"),
-        (woken, "parameters are trained again, with the optimizer state from before they were frozen"),
-    ):
-        if names:
-            restore.notes.append(f"{len(names)} {what}: {few(list(names))}")
-    if unused:
-        restore.notes.append(f"{len(unused)} optimizer tensors of the checkpoint have no parameter here: {few(unused)}")
-    if restore.fresh:
-        restore.notes.append(f"{len(restore.fresh)} parameters start with fresh optimizer state: {few(restore.fresh)}")
-    settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    if restore_settings:
-        settings = group_settings(view.optimizer.param_groups, view.names, groups, restore.notes)
-    elif moved := moved_parameters(view.optimizer.param_groups, view.names, groups):
-        restore.notes.append(f"{len(moved)} parameters are in another group than before: {few(moved)}")
-
-    def install() -> None:
-        for finish in finishers:
-            finish()
-        for _, parameter in view.parameters():
-            state = states[id(parameter)]
-            if state:
-                view.optimizer.state[parameter] = state
-            else:
-                view.optimizer.state.pop(parameter, None)
-        for group, saved in settings:
-            group.update(saved)
-        view.dormant.become(dormant)
-        for group in view.optimizer.param_groups:
-            if group.get("fused") or group.get("capturable"):
-                _counters_to_device(group["params"], view.optimizer.state)
-
-    restore.install = install
-    return restore
-
-
-def _is_state_of(name: str, parameters: frozenset[str]) -> bool:
-    """Whether `<state>.<parameter>` is of one of these parameters; either part may hold dots."""
-    parts = name.partition("#")[0].split(".")
-    return bool(parameters) and any(".".join(parts[first:]) in parameters for first in range(1, len(parts)))
-
-
-def _target(name: str, tensor: Tensor) -> NamedTensor:
-    """State to be filled; that of a model without values has none either, which the model itself is refused for."""
-    return describe("optimizer", name, tensor, values=False)
-
-
-def _step_sharers(
-    view: OptimizerView, described: Mapping[str, Any], known: set[str], records: Mapping[str, TensorRecord]
-) -> set[str]:
-    """The parameters that have the step which is stored once for all."""
-    names = [name for name, _ in view.parameters()]
-    values = described.get("values", {})
-    if "$without_step" in values:
-        return known.intersection(names).difference(values["$without_step"])
-    # Other programs don't say which have none: a parameter that never got a gradient has no state at all.
-    others = [label for label in described.get("keys", {}) if label != values.get("$shared_step")]
-    return {name for name in names if any(f"{label}.{name}" in records for label in others)}
-
-
-def _allocate(
-    state: dict[str, Any],
-    key: str,
-    source: str,
-    parameter: Tensor,
-    values: Mapping[str, Any],
-    records: Mapping[str, TensorRecord],
-    restore: OptimizerRestore,
-    finishers: list[Callable[[], None]],
-    own: str,
-    held: Any,
-    arena: Arena,
-) -> None:
-    """Puts under `key` what the checkpoint calls `source`: a tensor to be filled, or a value.
-
-    `held` is what the optimizer has there now; a tensor of the same kind is filled in place.
-    """
-    how = values.get(source, {})
-    if how.get("kind") == "json":
-
-        def inside(reference: str) -> Tensor:
-            if reference not in records:
-                raise DamagedCheckpointError(f"optimizer: {own}: its tensor {reference[:300]!r} is not there")
-            tensor = blank(records[reference], parameter.device)
-            restore.targets.append(_target(reference, tensor))
-            return tensor
-
-        state[key] = from_json(how["value"], inside, f"optimizer: {own}")
-        return
-    record = records.get(source)
-    if record is None:
-        return
-    if how.get("kind") == "step":
-        # Other programs count in whole numbers, maybe of shape [1]; torch in one float32 number.
-        counter = torch.zeros(record.shape, dtype=torch.float32)
-        restore.targets.append(_target(source, counter))
-        state[key] = counter
-        finishers.append(lambda: state.__setitem__(key, counter.reshape(())))
-        return
-    dtype = getattr(torch, record.logical or _torch_name(record.dtype))
-    shape = record.shape[:-1] if record.logical.startswith("complex") else record.shape
-    if how.get("kind") in ("int", "float"):
-        number = torch.zeros((), dtype=dtype)
-        restore.targets.append(_target(source, number))
-        state[key] = number
-        finishers.append(lambda: state.__setitem__(key, int(number) if how["kind"] == "int" else float(number)))
-        return
-    if tuple(shape) == tuple(parameter.shape) and not (how.get("kind") == "host" and len(shape) == 0):
-        tensor = arena.like(parameter, dtype, held)
-    else:
-        device = "cpu" if how.get("kind") == "host" else parameter.device
-        tensor = blank(record, device)
-    state[key] = tensor
-    restore.targets.append(_target(source, tensor))
-
-
-def _counters_to_device(parameters: list[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Kernels that count by themselves want the step where the parameter is."""
-    for parameter in parameters:
-        step = states[parameter].get("step") if parameter in states else None
-        if isinstance(step, Tensor) and step.device != parameter.device:
-            states[parameter]["step"] = step.to(parameter.device)
-
-
-def _torch_name(stored: str) -> str:
-    return BY_SAFETENSORS[stored].torch
-
-
-def _expect(name: str, record: TensorRecord, shape: tuple[int, ...]) -> None:
-    if tuple(record.shape) != shape:
-        raise MismatchError(f"optimizer: {name}: shape {list(record.shape)} in the checkpoint, {list(shape)} here")

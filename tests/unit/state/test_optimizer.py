@@ -18,7 +18,8 @@ from perdure.format.metadata import TensorRecord
 from perdure.optim.composite import MuonWithAdamW
 from perdure.optim.masters import MixedPrecisionOptimizer
 from perdure.state.model import parameter_names
-from perdure.state.optimizer import MASTER, OptimizerRestore, OptimizerView, collect_optimizer, prepare_optimizer
+from perdure.state.optimizer import MASTER, OptimizerView, collect_optimizer
+from perdure.state.optimizer_restore import OptimizerRestore, prepare_optimizer
 
 
 class Saved:
