@@ -109,13 +109,15 @@ def recognise(path: str, storage: Storage | None = None) -> ForeignKind | None:
         return None
     if parse_iteration_dirname(os.path.basename(full)) is not None:
         theirs = METADATA in names or COMMON in names or any(n.endswith(_ENDINGS) for n in names)
-        return "mindformers" if theirs else None
+        return "mindformers" if theirs and not _is_ours(storage, full, names) else None
     if huggingface.SINGLE in names or huggingface.index_name(names) is not None:
         return "huggingface"
     iterations = [n for n in names if parse_iteration_dirname(n) is not None]
     if not iterations or any(storage.exists(os.path.join(full, n, COMMIT)) for n in iterations):
         return None
-    return "mindformers" if any(storage.list(os.path.join(full, n)) for n in iterations if _is_dir(full, n)) else None
+    held = {path: storage.list(path) for n in iterations if _is_dir(full, n) for path in [os.path.join(full, n)]}
+    theirs = any(held.values()) and not any(_is_ours(storage, path, inside) for path, inside in held.items())
+    return "mindformers" if theirs else None
 
 
 def choose_foreign(
@@ -194,8 +196,10 @@ def read_foreign(directory: Directory, kind: ForeignKind) -> ForeignContent:
             raise DamagedCheckpointError(f"{path}: names no model file", file=path)
         with ShardFiles(directory, metadata, None) as files:
             sizes = {f.name: files.size(index) for index, f in enumerate(metadata.files)}
+            _refuse_ours(directory, {f.name: files.header(index) for index, f in enumerate(metadata.files)})
     else:
         headers, sizes = _headers(directory, names)
+        _refuse_ours(directory, headers)
         metadata = mindformers.from_headers(headers, directory.path)
     _set_sizes(metadata, sizes)
     common = None
@@ -238,6 +242,24 @@ def _headers(directory: Directory, names: list[str]) -> tuple[dict[str, Header],
         finally:
             reader.close()
     return headers, sizes
+
+
+def _is_ours(storage: Storage, path: str, names: list[str]) -> bool:
+    """Whether a directory without commit.json was written by us all the same: our shards carry their save's mark."""
+    try:
+        with storage.open_directory(path) as directory:
+            headers, _ = _headers(directory, names)
+    except (DamagedCheckpointError, OSError):
+        return False
+    return any("save" in header.text for header in headers.values())
+
+
+def _refuse_ours(directory: Directory, headers: dict[str, Header]) -> None:
+    """Without our commit nothing could be checked: what was damaged would be believed."""
+    for name, header in headers.items():
+        if "save" in header.text:
+            path = os.path.join(directory.path, COMMIT)
+            raise DamagedCheckpointError(f"{path}: missing, and {name} was written by perdure", file=path)
 
 
 def _set_sizes(metadata: CheckpointMetadata, sizes: dict[str, int]) -> None:
