@@ -316,7 +316,10 @@ class CheckpointConfig(Section):
         default="inline", description="check contents while they arrive, all before the model is touched, or never"
     )
     load_healthy: bool = Field(default=False, description="take the newest checkpoint that was saved in good health")
-    rename: RenameRules = Field(default=[], description="ordered rules for names in checkpoints of other programs")
+    rename: RenameRules = Field(
+        default=[],
+        description="ordered rules for names in checkpoints of other programs, or of a model whose names were others",
+    )
     staging_memory: ByteSize = Field(
         default="", description="most memory of a background save's snapshot, such as `8GiB`; empty: the rank's share"
     )

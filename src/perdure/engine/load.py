@@ -72,7 +72,12 @@ class LoadPlan:
             )
         try:
             restore = prepare_optimizer(
-                view, described, metadata.optimizer, restore_settings=restore_settings, others=self.others
+                view,
+                described,
+                metadata.optimizer,
+                restore_settings=restore_settings,
+                others=self.others,
+                weights={alias: metadata.model[name] for alias, name in _canonical(metadata.model).items()},
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, MismatchError | DamagedCheckpointError):

@@ -26,6 +26,8 @@ class RenamedShards:
 
     def locate(self, section: Section, name: str, shard: ShardRecord) -> tuple[FileReader, int]:
         """The open file that holds a shard, and the offset of the shard's first byte."""
+        if (section, name) not in self._renamed.views:
+            return self._files.locate(section, name, shard)
         view = self._renamed.views[section, name][shard]
         reader, offset = self._files.locate(section, view.name, view.shard)
         itemsize = BY_SAFETENSORS[self._renamed.metadata.section(section)[name].dtype].itemsize

@@ -30,7 +30,7 @@ from perdure.format.common import CommonInfo
 from perdure.format.metadata import CheckpointMetadata
 from perdure.format.mindformers import check_resumable
 from perdure.format.names import COMMON
-from perdure.format.rename import parse_rules, rename
+from perdure.format.rename import Renamed, parse_rules, rename
 from perdure.state.model import parameter_names
 
 if TYPE_CHECKING:
@@ -150,11 +150,14 @@ class Restore:
                 self._ranks.together(lambda: source.open(iteration), "opening the checkpoint")
             )
             content = self._ranks.together(lambda: read_iteration(directory), "reading the metadata")
-            plan = self._plan(content.metadata, iteration.path, weights_only)
+            renamed = self._ranks.together(lambda: self._renamed(content.metadata, iteration.path), "renaming")
+            plan = self._plan(renamed.metadata if renamed else content.metadata, iteration.path, weights_only)
             files = stack.enter_context(
                 self._ranks.together(lambda: open_shards(directory, content), "opening the shards")
             )
-            count = self._read(plan, files, content if self._config.verify_on_load == "first" else None)
+            source_of = RenamedShards(files, renamed) if renamed else files
+            first = (files, content) if self._config.verify_on_load == "first" else None
+            count = self._read(plan, source_of, first)
         return Loaded(
             path=iteration.path,
             root=source.path,
@@ -195,6 +198,14 @@ class Restore:
             notes=[f"made by {WRITERS[kind]}", *plan.notes, *self._align_masters(plan, weights_only)],
         )
 
+    def _renamed(self, metadata: CheckpointMetadata, where: str) -> Renamed | None:
+        """A checkpoint of ours under other names, where rules are given and its own are not the model's."""
+        names = {alias for name, record in metadata.model.items() for alias in (name, *record.aliases)}
+        wanted = [t for t in self._live.tensors() if t.name not in self._live.elsewhere()]
+        if not self._config.rename or all(not names.isdisjoint((t.name, *t.aliases)) for t in wanted):
+            return None
+        return rename(metadata, parse_rules(self._config.rename), where)
+
     def _plan(self, metadata: CheckpointMetadata, where: str, weights_only: bool) -> LoadPlan:
         doing = "comparing checkpoint and model"
         others = self._of_others(metadata, doing)
@@ -205,14 +216,14 @@ class Restore:
             self._ranks.together(lambda: base.check(described, absent, where), "comparing the base")
         return plan
 
-    def _read(self, plan: LoadPlan, files: ShardSource, first: IterationContent | None) -> int:
-        """Fills everything and sets what was read; `first` is content to be checked whole before."""
+    def _read(self, plan: LoadPlan, files: ShardSource, first: tuple[ShardFiles, IterationContent] | None) -> int:
+        """Fills everything and sets what was read; `first` is what is to be checked whole before."""
         threads = max(2, self._config.reshard_worker_num)
         verify = self._config.verify_on_load != "off"
 
         def read() -> int:
             if first is not None:
-                _check_everything(files, first)
+                _check_everything(*first)
             return plan.read(files, threads=threads, verify=verify)
 
         count = self._ranks.together(read, "loading")

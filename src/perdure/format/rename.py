@@ -50,13 +50,15 @@ _FROM_HUGGINGFACE = (
     (r"\.mlp\.down_proj\.", ".mlp.linear_fc2."),
 )
 _BARE = ((r"^model\.", ""),)
+_FROM_DECODER = ((r"^(?!lm_head\.)", "model."),)
 
 READY: dict[str, tuple[tuple[str, str], ...]] = {
     "mindformers-to-huggingface": _TO_HUGGINGFACE,
     "huggingface-to-mindformers": _FROM_HUGGINGFACE,
     "mindformers-to-decoder": (*_TO_HUGGINGFACE, *_BARE),
     "huggingface-to-decoder": _BARE,
-    "decoder-to-huggingface": ((r"^(?!lm_head\.)", "model."),),
+    "decoder-to-huggingface": _FROM_DECODER,
+    "decoder-to-mindformers": (*_FROM_DECODER, *_FROM_HUGGINGFACE),
 }
 """Maps for the llama and qwen families; fused tensors need a `split` or `join` of their own besides."""
 
@@ -174,22 +176,30 @@ def rename(metadata: CheckpointMetadata, rules: Sequence[Rule], where: str) -> R
             renamed.views[section, name] = dict(zip(tensor.record.shards, tensor.views, strict=True))
     described = renamed.metadata.training.get("optimizer")
     if isinstance(described, dict) and rules:
-        renamed.metadata.training["optimizer"] = {**described, "groups": _groups_renamed(described, renamed)}
+        renamed.metadata.training["optimizer"] = _description_renamed(described, renamed)
     renamed.metadata.check(where)
     return renamed
 
 
-def _groups_renamed(described: dict[str, Any], renamed: Renamed) -> list[dict[str, Any]]:
-    """The parameter groups with each parameter under its new names."""
-    new: dict[str, list[str]] = {}
+def _description_renamed(described: dict[str, Any], renamed: Renamed) -> dict[str, Any]:
+    """What is said of the optimizer, with each parameter and each tensor under its new names."""
+    new: dict[Section, dict[str, list[str]]] = {"model": {}, "optimizer": {}}
     for (section, name), views in renamed.views.items():
-        if section == "model":
-            for old in dict.fromkeys(view.name for view in views.values()):
-                new.setdefault(old, []).append(name)
-    return [
-        {**group, "params": [each for name in group["params"] for each in new.get(name, [])]}
-        for group in described.get("groups", [])
-    ]
+        for old in dict.fromkeys(view.name for view in views.values()):
+            new[section].setdefault(old, []).append(name)
+
+    def parameters(names: Sequence[str]) -> list[str]:
+        return [each for name in names for each in new["model"].get(name, [])]
+
+    told = {**described, "groups": [{**g, "params": parameters(g["params"])} for g in described.get("groups", [])]}
+    if "values" in described:
+        values = described["values"].items()
+        told["values"] = {each: how for name, how in values for each in new["optimizer"].get(name, [name])}
+        if "$without_step" in told["values"]:
+            told["values"]["$without_step"] = parameters(told["values"]["$without_step"])
+    if "dormant" in described:
+        told["dormant"] = parameters(described["dormant"])
+    return told
 
 
 @dataclass

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from perdure.errors import DamagedCheckpointError, MismatchError
-from perdure.format.dtypes import BY_SAFETENSORS
+from perdure.format.dtypes import BY_SAFETENSORS, BY_TORCH
 from perdure.format.metadata import TensorRecord
 from perdure.state.arena import Arena
 from perdure.state.dormant import lay_to_rest
 from perdure.state.groups import few, group_settings, moved_parameters
 from perdure.state.jsonable import from_json
 from perdure.state.optimizer import MASTER, OptimizerView
-from perdure.state.shards import NamedTensor, blank, describe
+from perdure.state.shards import NamedTensor, blank, describe, dtype_name
 
 __all__ = ["OptimizerRestore", "prepare_optimizer"]
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass
@@ -46,6 +48,7 @@ def prepare_optimizer(
     *,
     restore_settings: bool,
     others: frozenset[str] = frozenset(),
+    weights: Mapping[str, TensorRecord] | None = None,
 ) -> OptimizerRestore:
     """Allocates state for what the checkpoint holds; nothing of the optimizer changes before the targets are filled.
 
@@ -56,6 +59,7 @@ def prepare_optimizer(
         records: metadata's `optimizer` section.
         restore_settings: set parameter-group settings as saved (the Trainer's configuration wins over them).
         others: names of parameters that other ranks hold.
+        weights: the checkpoint's weights, by each of their names; state of their precision follows a change of it.
 
     Raises:
         MismatchError: another type of optimizer, or a master of another shape.
@@ -82,7 +86,8 @@ def prepare_optimizer(
             own = f"{label}.{name}"
             source = label if label == shared_step and name in sharers else own
             values, held = described.get("values", {}), view.optimizer.state.get(parameter, {}).get(key)
-            _allocate(state, key, source, parameter, values, records, restore, finishers, own, held, arena)
+            change = _change_of_precision(name, view.masters.get(name, parameter), weights or {}, records)
+            _allocate(state, key, source, parameter, values, records, restore, finishers, own, held, arena, change)
             claimed.add(source)
         states[id(parameter)] = state
         if known and name not in known | slept:
@@ -182,10 +187,12 @@ def _allocate(
     own: str,
     held: Any,
     arena: Arena,
+    change: tuple[str, torch.dtype] | None,
 ) -> None:
     """Puts under `key` what the checkpoint calls `source`: a tensor to be filled, or a value.
 
-    `held` is what the optimizer has there now; a tensor of the same kind is filled in place.
+    `held` is what the optimizer has there now; a tensor of the same kind is filled in place. `change` is the stored
+    dtype that the parameter was updated in, and the one that it is updated in now.
     """
     how = values.get(source, {})
     if how.get("kind") == "json":
@@ -218,12 +225,23 @@ def _allocate(
         finishers.append(lambda: state.__setitem__(key, int(number) if how["kind"] == "int" else float(number)))
         return
     if tuple(shape) == tuple(parameter.shape) and not (how.get("kind") == "host" and len(shape) == 0):
-        tensor = arena.like(parameter, dtype, held)
+        follows = change is not None and not record.logical and record.dtype == change[0]
+        tensor = arena.like(parameter, change[1] if change is not None and follows else dtype, held)
     else:
         device = "cpu" if how.get("kind") == "host" else parameter.device
         tensor = blank(record, device)
     state[key] = tensor
     restore.targets.append(_target(source, tensor))
+
+
+def _change_of_precision(
+    name: str, owner: Tensor, weights: Mapping[str, TensorRecord], records: Mapping[str, TensorRecord]
+) -> tuple[str, torch.dtype] | None:
+    """The stored dtype in which a parameter was updated and the dtype in which it is now, where they differ."""
+    record = records.get(f"{MASTER}.{name}", weights.get(name))
+    if record is None or record.dtype not in _FLOATS or record.dtype == BY_TORCH[dtype_name(owner.dtype)].stored:
+        return None
+    return record.dtype, owner.dtype
 
 
 def _counters_to_device(parameters: list[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
