@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -70,6 +71,7 @@ class Ranks:
             self.phase,
             deadline_s=self.deadline_s,
             neighbours=neighbours(self.rank, self.size),
+            serves=self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         )
         adopt(watch)
         return watch
@@ -150,6 +152,34 @@ class Ranks:
                 dist.all_reduce(value, group=self._group)
         return value
 
+    def share(self, data: bytes, doing: str) -> bytes:
+        """Rank 0's `data` on every rank, sent once to each."""
+        if self.size == 1:
+            return data
+        with self._exchange(doing):
+            size = torch.tensor([len(data)])
+            dist.broadcast(size, group=self._group, group_src=0)
+            held = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.is_first and data else None
+            held = torch.empty(int(size), dtype=torch.uint8) if held is None else held
+            dist.broadcast(held, group=self._group, group_src=0)
+        return held.numpy().tobytes()
+
+    def send(self, data: Tensor, to: int, tag: int, doing: str) -> Callable[[], None]:
+        """Begins to send a CPU tensor to one rank; what is returned waits until it has been taken."""
+        with self._exchange(doing, of_all=False):
+            work = dist.isend(data, group=self._group, group_dst=to, tag=tag)
+        return partial(self._finish, work, data, doing)
+
+    def receive(self, into: Tensor, source: int, tag: int, doing: str) -> Callable[[], None]:
+        """Begins to receive a CPU tensor from one rank; what is returned waits until it is there."""
+        with self._exchange(doing, of_all=False):
+            work = dist.irecv(into, group=self._group, group_src=source, tag=tag)
+        return partial(self._finish, work, into, doing)
+
+    def _finish(self, work: Any, held: Tensor, doing: str) -> None:
+        with self._exchange(doing, of_all=False):
+            work.wait()
+
     def barrier(self, doing: str) -> None:
         """Waits for every rank, at most the deadline."""
         self.sum(torch.zeros(1), doing)
@@ -213,9 +243,9 @@ class Ranks:
         return self._watch.posted(key) if self._watch is not None else ""
 
     @contextmanager
-    def _exchange(self, doing: str) -> Iterator[None]:
+    def _exchange(self, doing: str, *, of_all: bool = True) -> Iterator[None]:
         try:
-            with self.phase.at(doing, waiting=True):
+            with self.phase.at(doing, waiting=True, counts=of_all):
                 yield
         except RuntimeError as error:
             raise self._lost(doing, error) from None

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from perdure.engine.place import as_dtype, copy_overlap, distinct, in_place, meets, overlap
 from perdure.engine.writer import memory_of
 from perdure.errors import DamagedCheckpointError
 from perdure.format.box import Box, intersect
@@ -73,7 +74,7 @@ class _Task:
     def straight(self) -> Piece | None:
         """A piece that lies in memory as the shard lies in the file."""
         box = self.shard.box
-        return next((p for p in self.pieces if p.box == box and _in_place(p.tensor, self.stored)), None)
+        return next((p for p in self.pieces if p.box == box and in_place(p.tensor, self.stored)), None)
 
 
 def read_tensors(
@@ -93,8 +94,8 @@ def read_tensors(
     tasks = []
     for fill in fills:
         stored = getattr(torch, BY_SAFETENSORS[fill.record.dtype].torch)
-        for shard in _distinct(fill.record.shards):
-            pieces = tuple(p for p in fill.pieces if _meets(shard.box, p.box))
+        for shard in distinct(fill.record.shards):
+            pieces = tuple(p for p in fill.pieces if meets(shard.box, p.box))
             if pieces and shard.box.numel:
                 reader, offset = source.locate(fill.section, fill.name, shard)
                 tasks.append(_Task(fill, shard, reader, offset, pieces, stored))
@@ -170,8 +171,8 @@ def bytes_to_read(fills: Iterable[Fill]) -> int:
     total = 0
     for fill in fills:
         itemsize = BY_SAFETENSORS[fill.record.dtype].itemsize
-        for shard in _distinct(fill.record.shards):
-            overlaps = [o for p in fill.pieces if (o := _overlap(shard.box, p.box)) is not None]
+        for shard in distinct(fill.record.shards):
+            overlaps = [o for p in fill.pieces if (o := overlap(shard.box, p.box)) is not None]
             end = 0
             for part, first in _slabs(shard.box, overlaps, SLAB // itemsize):
                 begin, after = _blocks(first * itemsize, part.numel * itemsize, shard.box.numel * itemsize)
@@ -183,24 +184,6 @@ def bytes_to_read(fills: Iterable[Fill]) -> int:
 def _blocks(start: int, size: int, total: int) -> tuple[int, int]:
     """Where the whole digest blocks begin and end that bytes [start, start + size) of a shard lie in."""
     return start // BLOCK * BLOCK, min(-(-(start + size) // BLOCK) * BLOCK, total)
-
-
-def _distinct(shards: list[ShardRecord]) -> Iterator[ShardRecord]:
-    """Each box once: without `remove_redundancy` several files hold the same."""
-    seen: set[Box] = set()
-    for shard in shards:
-        if shard.box not in seen:
-            seen.add(shard.box)
-            yield shard
-
-
-def _overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes share; a box without dimensions shares itself."""
-    return a if a == b else intersect(a, b)
-
-
-def _meets(a: Box, b: Box) -> bool:
-    return _overlap(a, b) is not None
 
 
 class _Worker:
@@ -217,7 +200,7 @@ class _Worker:
             self.read_checked(task, 0, memory_of(straight.tensor))
             for piece in task.pieces:
                 if piece is not straight:
-                    _copy_overlap(straight.tensor, task.shard.box, piece)
+                    copy_overlap(straight.tensor, task.shard.box, piece)
         else:
             self._through_slabs(task)
 
@@ -243,9 +226,9 @@ class _Worker:
             if straight is not None and len(task.pieces) == 1:
                 ctypes.memmove(straight.tensor.data_ptr(), data.data_ptr(), task.size)
                 continue
-            values = _as_dtype(data, task.stored).reshape(task.shard.box.shape)
+            values = as_dtype(data, task.stored).reshape(task.shard.box.shape)
             for piece in task.pieces:
-                _copy_overlap(values, task.shard.box, piece)
+                copy_overlap(values, task.shard.box, piece)
 
     def read_checked(self, task: _Task, start: int, memory: memoryview) -> None:
         """Reads shard bytes from `start` (a block boundary) into `memory`, which ends at a block's end."""
@@ -276,9 +259,9 @@ class _Worker:
         window = _Window(self, task, task.size)
         for part, first in _slabs(box, overlaps, SLAB // itemsize):
             data = window.at(first * itemsize, part.numel * itemsize)
-            values = _as_dtype(data, task.stored).reshape(part.shape)
+            values = as_dtype(data, task.stored).reshape(part.shape)
             for piece in task.pieces:
-                _copy_overlap(values, part, piece)
+                copy_overlap(values, part, piece)
 
     def slab(self, size: int) -> Tensor:
         """This thread's buffer of at least `size` bytes, used again; what it held is kept when it grows."""
@@ -339,34 +322,3 @@ def _slabs(box: Box, overlaps: list[Box], most: int) -> Iterator[tuple[Box, int]
             rows = min(step, highs[dim] - first)
             offset = (*(o + i for o, i in zip(box.offset, (*outer, first), strict=False)), *box.offset[dim + 1 :])
             yield Box(offset, (*[1] * dim, rows, *shape[dim + 1 :])), (above * shape[dim] + first) * row
-
-
-def _in_place(tensor: Tensor, stored: torch.dtype) -> bool:
-    return tensor.dtype == stored and tensor.device.type == "cpu" and tensor.is_contiguous()
-
-
-def _as_dtype(data: Tensor, stored: torch.dtype) -> Tensor:
-    """Bytes seen as elements; copied first where their address isn't a multiple of the element's size."""
-    size = torch.empty(0, dtype=stored).element_size()
-    if data.data_ptr() % size:
-        data = data.clone()
-    return data.view(stored)
-
-
-def _copy_overlap(values: Tensor, box: Box, piece: Piece) -> None:
-    """Copies what `values`, which is `box` of the tensor, has of `piece`."""
-    if not box.shape:
-        piece.tensor.copy_(values)
-        return
-    both = intersect(box, piece.box)
-    if both is None or prod(both.shape) == 0:
-        return
-    source = values[tuple(slice(o - b, o - b + n) for o, b, n in zip(both.offset, box.offset, both.shape, strict=True))]
-    target = piece.tensor[
-        tuple(slice(o - b, o - b + n) for o, b, n in zip(both.offset, piece.box.offset, both.shape, strict=True))
-    ]
-    # Memory that an expanded tensor repeats is written once.
-    for dim, (stride, size) in enumerate(zip(target.stride(), target.shape, strict=True)):
-        if stride == 0 and size > 1:
-            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-    target.copy_(source)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Box", "cover_fault", "intersect", "runs", "whole"]
+__all__ = ["Box", "boxes_of_run", "cover_fault", "intersect", "runs", "whole"]
 
 
 class Box(NamedTuple):
@@ -138,3 +138,24 @@ def runs(outer: Box, inner: Box) -> Iterator[tuple[int, int]]:
             index[d] = 0
         else:
             return
+
+
+def boxes_of_run(outer: Box, start: int, count: int) -> Iterator[tuple[Box, int]]:
+    """Elements [start, start + count) in the row-major memory of `outer` as boxes, each with its first element.
+
+    The reverse of `runs`; ascending, at most two boxes per dimension.
+    """
+    shape = outer.shape
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    end = start + count
+    while start < end:
+        # The outermost dimension of which whole rows are left here.
+        dim = next((d for d, n in enumerate(strides) if start % n == 0 and start + n <= end), None)
+        if dim is None:
+            yield outer, 0
+            return
+        index = [start // stride % size for stride, size in zip(strides, shape, strict=True)]
+        rows = min((end - start) // strides[dim], shape[dim] - index[dim])
+        offset = tuple(o + i for o, i in zip(outer.offset, index, strict=True))
+        yield Box(offset, (*[1] * dim, rows, *shape[dim + 1 :])), start
+        start += rows * strides[dim]

@@ -1,0 +1,66 @@
+"""Where bytes of a shard belong in the memory of pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+from torch import Tensor
+
+from perdure.format.box import Box, intersect
+from perdure.format.metadata import ShardRecord
+from perdure.state.shards import Piece
+
+__all__ = ["as_dtype", "copy_overlap", "distinct", "in_place", "meets", "overlap"]
+
+
+def distinct(shards: list[ShardRecord]) -> Iterator[ShardRecord]:
+    """Each box once: without `remove_redundancy` several files hold the same."""
+    seen: set[Box] = set()
+    for shard in shards:
+        if shard.box not in seen:
+            seen.add(shard.box)
+            yield shard
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes share; a box without dimensions shares itself."""
+    return a if a == b else intersect(a, b)
+
+
+def meets(a: Box, b: Box) -> bool:
+    """Whether two boxes share an element."""
+    return overlap(a, b) is not None
+
+
+def in_place(tensor: Tensor, stored: torch.dtype) -> bool:
+    """Whether a tensor lies in memory as it is stored."""
+    return tensor.dtype == stored and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def as_dtype(data: Tensor, stored: torch.dtype) -> Tensor:
+    """Bytes seen as elements; copied first where their address isn't a multiple of the element's size."""
+    size = torch.empty(0, dtype=stored).element_size()
+    if data.data_ptr() % size:
+        data = data.clone()
+    return data.view(stored)
+
+
+def copy_overlap(values: Tensor, box: Box, piece: Piece) -> None:
+    """Copies what `values`, which is `box` of the tensor, has of `piece`."""
+    if not box.shape:
+        piece.tensor.copy_(values)
+        return
+    both = intersect(box, piece.box)
+    if both is None or prod(both.shape) == 0:
+        return
+    source = values[tuple(slice(o - b, o - b + n) for o, b, n in zip(both.offset, box.offset, both.shape, strict=True))]
+    target = piece.tensor[
+        tuple(slice(o - b, o - b + n) for o, b, n in zip(both.offset, piece.box.offset, both.shape, strict=True))
+    ]
+    # Memory that an expanded tensor repeats is written once.
+    for dim, (stride, size) in enumerate(zip(target.stride(), target.shape, strict=True)):
+        if stride == 0 and size > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
