@@ -23,7 +23,7 @@ from perdure.catalog.root import Root
 from perdure.format.metadata import CheckpointMetadata
 from perdure.storage.base import Storage
 
-__all__ = ["Run", "content", "rewind", "train"]
+__all__ = ["Run", "content", "go_back", "rewind", "train"]
 
 
 class Word:
@@ -115,6 +115,16 @@ def train(
             run.update(letter)
             text = run.word.text
             checkpointer.save(Progress(numbered(text), 4 * len(text), 4))
+
+
+def go_back(path: str, position: int, *, storage: Storage | None = None, background: bool = False) -> None:
+    """Resumes; where that is past a position in the samples, goes back by itself to a checkpoint from before."""
+    run = Run()
+    with run.checkpointer(path, storage, background, 9) as checkpointer:
+        if checkpointer.load().consumed_samples > position:
+            progress = checkpointer.go_back(position)
+            assert progress is not None
+            assert run.digest() == Run.after("A" * (position // 4)).digest()
 
 
 def rewind(path: str, iteration: int, storage: Storage | None = None) -> None:

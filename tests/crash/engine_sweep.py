@@ -18,7 +18,7 @@ from itertools import product
 from typing import Protocol
 
 from tests.crash.disk import VIEWS, Disk, View
-from tests.crash.engine_run import Run, content, rewind, train
+from tests.crash.engine_run import Run, content, go_back, rewind, train
 from tests.crash.storage_sweep import NoExchange
 from tests.crash.tally import WITHIN, Tally, forked
 
@@ -113,6 +113,12 @@ def rewind_and_train(path: str, *, storage: Storage | None, background: bool) ->
     train(path, "AB", storage=storage, background=background)
 
 
+def go_back_and_train(path: str, *, storage: Storage | None, background: bool) -> None:
+    """What a run does whose health failed: back to the first checkpoint by itself, and on from there."""
+    go_back(path, 4, storage=storage, background=background)
+    train(path, "AB", storage=storage, background=background)
+
+
 SCENARIOS: dict[str, Scenario] = {
     "first saves": Scenario(nothing, partial(train, to="AA"), ("", "A", "AA")),
     "next save, two kept": Scenario(to("AA"), partial(train, to="AAA", save_max=2), ("AA", "AAA"), save_max=2),
@@ -126,6 +132,7 @@ SCENARIOS: dict[str, Scenario] = {
         numbered=same_step,
     ),
     "rewind": Scenario(to("AA"), rewind_and_train, ("AA", "A", "AB")),
+    "going back by itself": Scenario(to("AAA"), go_back_and_train, ("AAA", "A", "AB")),
     "clean-up at the start": Scenario(dirty, partial(train, to="AAA"), ("AA", "AAA")),
     "fallback from damage": Scenario(damaged, partial(train, to="AB"), ("A", "AB"), sound=False),
 }
