@@ -13,7 +13,10 @@ from perdure.cli import render
 
 __all__ = ["command"]
 
-FORMATS = ("huggingface", "torch", "torch-dcp")
+FORMATS = ("huggingface", "mindformers", "torch", "torch-dcp")
+RENAME_HELP = (
+    "A ready map of names, `PATTERN=>REPLACEMENT`, or a split or join as in checkpoint.rename; may be repeated."
+)
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -36,11 +39,8 @@ _DTYPES = ("float32", "bfloat16", "float16")
     type=click.Path(path_type=Path),
     help="huggingface: the run's YAML file, for config.json; default: what the run left beside its checkpoints.",
 )
-@click.option(
-    "--rename",
-    multiple=True,
-    help="A ready map of names, or `PATTERN=>REPLACEMENT`; may be given more than once.",
-)
+@click.option("--ranks", type=click.IntRange(min=1), help="mindformers: how many ranks to cut for; default: 1.")
+@click.option("--rename", multiple=True, help=RENAME_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
 def command(
     path: Path,
@@ -48,26 +48,34 @@ def command(
     dtype: str | None,
     max_shard_size: str | None,
     config_path: Path | None,
+    ranks: int | None,
     rename: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Writes PATH in another format: an iteration directory, or a root (what a resume would take).
 
-    huggingface: safetensors files, index and config.json, for `from_pretrained`. torch: a plain state dictionary in
-    one file. torch-dcp: model, optimizer and progress, for `torch.distributed.checkpoint.load`.
+    huggingface: safetensors files, index and config.json, for `from_pretrained`. mindformers: a root of MindSpore
+    Transformers with weights, AdamW's state and progress. torch: a plain state dictionary in one file. torch-dcp:
+    model, optimizer, registered objects and progress, for `torch.distributed.checkpoint.load`.
     """
     from perdure.convert.state import open_iteration
 
     kind, name = target
-    _only_for_huggingface(kind, dtype=dtype, max_shard_size=max_shard_size, config=config_path)
-    with open_iteration(path, [_rule(text) for text in rename], family=kind) as state:
+    _only_for("huggingface", kind, dtype=dtype, max_shard_size=max_shard_size, config=config_path)
+    _only_for("mindformers", kind, ranks=ranks)
+    with open_iteration(path, [rule(text) for text in rename], family=kind) as state:
         for note in state.notes:
             render.note(note)
-        items = state.items if kind == "torch-dcp" else state.section("model")
+        items = state.items if kind in ("torch-dcp", "mindformers") else state.section("model")
         total = sum(item.nbytes for item in items)
         with render.progress(f"export to {kind}", total) as advance:
             if kind == "huggingface":
                 _huggingface(state, name, dtype, max_shard_size, config_path, advance)
+            elif kind == "mindformers":
+                from perdure.convert.mindformers import write_mindformers
+
+                for left_out in write_mindformers(state, name, ranks=ranks or 1, advance=advance):
+                    render.warn(left_out)
             elif kind == "torch":
                 from perdure.convert.torchfile import write_torch
 
@@ -83,13 +91,21 @@ def command(
         render.say(f"{name}: {len(items)} tensors, {render.human_bytes(total)}, from {said['from']}")
 
 
-def _only_for_huggingface(kind: str, **options: object) -> None:
+def _only_for(wanted: str, kind: str, **options: object) -> None:
     for option, value in options.items():
-        if value is not None and kind != "huggingface":
-            raise click.UsageError(f"--{option.replace('_', '-')} is for `--to huggingface` only")
+        if value is not None and kind != wanted:
+            raise click.UsageError(f"--{option.replace('_', '-')} is for `--to {wanted}` only")
 
 
-def _rule(text: str) -> Any:
+def rule(text: str) -> Any:
+    """A `--rename` as a rule of `checkpoint.rename`."""
+    from perdure.config.yaml12 import YAMLText, parse_override
+
+    if text.startswith(("{", "[")):
+        try:
+            return parse_override(text)
+        except YAMLText as error:
+            raise click.UsageError(f"--rename: {error.problem.text}") from None
     pattern, arrow, replacement = text.partition("=>")
     return [pattern, replacement] if arrow else text
 

@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from perdure.cli import render
+from perdure.cli.export import RENAME_HELP, rule
 
 __all__ = ["command"]
 
@@ -22,7 +23,7 @@ FORMATS = ("torch", "torch-dcp", "huggingface", "mindformers")
 @click.option("--consumed-samples", type=click.IntRange(min=0), help="Samples used up; default: step x batch size.")
 @click.option("--global-batch-size", type=click.IntRange(min=1), help="Samples per step; default: as SOURCE says.")
 @click.option("--optimizer", "optimizer_type", default="AdamW", show_default=True, help="Class of the optimizer.")
-@click.option("--rename", multiple=True, help="mindformers, huggingface: a ready map, or `PATTERN=>REPLACEMENT`.")
+@click.option("--rename", multiple=True, help=f"mindformers, huggingface: {RENAME_HELP[0].lower()}{RENAME_HELP[1:]}")
 @click.option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
 def command(
     kind: str,
@@ -39,7 +40,6 @@ def command(
 
     Pickled files are read without running code that lies in them; what needs such code is refused.
     """
-    from perdure.cli.export import _rule
     from perdure.convert.state import State
     from perdure.convert.store import write_iteration
 
@@ -56,7 +56,7 @@ def command(
     else:
         from perdure.convert.state import open_iteration
 
-        opened = open_iteration(source, [_rule(text) for text in rename])
+        opened = open_iteration(source, [rule(text) for text in rename])
     with opened as state:
         common = state.common
         size = common.global_batch_size if global_batch_size is None else global_batch_size

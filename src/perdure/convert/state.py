@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -17,15 +18,15 @@ from perdure.catalog.choose import choose, locate
 from perdure.catalog.foreign import choose_foreign, read_foreign, recognise
 from perdure.catalog.read import ShardFiles, read_iteration
 from perdure.catalog.root import Iteration
-from perdure.engine.reader import Fill, ShardSource, read_tensors
-from perdure.engine.renamed import RenamedShards
+from perdure.engine.reader import Fill, read_tensors
 from perdure.errors import UsageError
-from perdure.format.box import Box, whole
+from perdure.format.box import Box, intersect, whole
 from perdure.format.commit import CommitRecord
 from perdure.format.common import CommonInfo
 from perdure.format.dtypes import BY_SAFETENSORS
 from perdure.format.metadata import CheckpointMetadata, Section, TensorRecord
-from perdure.format.rename import READY, parse_rules, rename
+from perdure.format.mindformers import STEP
+from perdure.format.rename import READY, Renamed, RowView, parse_rules, rename
 from perdure.state.shards import Piece
 from perdure.storage.base import Directory
 from perdure.storage.local import LocalStorage
@@ -33,6 +34,13 @@ from perdure.storage.local import LocalStorage
 __all__ = ["Item", "State", "logical", "open_iteration", "placeholder", "staged"]
 
 Advance = Callable[[int], None]
+
+_SIGNS = {
+    "decoder": "embed_tokens.weight",
+    "huggingface": "model.embed_tokens.weight",
+    "mindformers": "embedding.word_embeddings.weight",
+}
+"""A name by which each family of the ready maps is known."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +109,8 @@ def open_iteration(path: str | os.PathLike[str], rules: Sequence[Any] = (), *, f
 
     Args:
         rules: as `checkpoint.rename`.
-        family: whose names are wanted (`huggingface`): where no rules are given, a ready map is taken for names that
-            are known.
+        family: whose names are wanted (`huggingface` or `mindformers`): where no rules are given, a ready map is taken
+            for names that are known.
 
     Raises:
         CheckpointNotFoundError: nothing of the kind is there.
@@ -123,9 +131,11 @@ def open_iteration(path: str | os.PathLike[str], rules: Sequence[Any] = (), *, f
     except BaseException:
         resources.close()
         raise
-    source = RenamedShards(files, renamed)
-    items = [_item(source, section, name, record) for section, name, record in renamed.metadata.tensors()]
-    state = State(directory.path, items, renamed.metadata.training, common, resources=resources)
+    items = [_item(files, renamed, section, name, record) for section, name, record in renamed.metadata.tensors()]
+    training = dict(renamed.metadata.training)
+    if commit is None:
+        items = _with_torch_step(items, training)
+    state = State(directory.path, items, training, common, resources=resources)
     state.root = root
     state.commit = commit
     if listed and not rules:
@@ -151,19 +161,46 @@ def _open(
 
 def _usual(metadata: CheckpointMetadata, family: str) -> list[str]:
     """The ready map to the names of a family, where the tensors have names that one knows."""
-    if family != "huggingface":
-        return []
-    if "embed_tokens.weight" in metadata.model:
-        return ["decoder-to-huggingface"]
-    name = "mindformers-to-huggingface"
-    assert name in READY
-    return [name] if "embedding.word_embeddings.weight" in metadata.model else []
+    for name, sign in _SIGNS.items():
+        if sign in metadata.model and name != family and f"{name}-to-{family}" in READY:
+            return [f"{name}-to-{family}"]
+    return []
 
 
-def _item(source: ShardSource, section: Section, name: str, record: TensorRecord) -> Item:
+def _with_torch_step(items: list[Item], training: dict[str, Any]) -> list[Item]:
+    """The step of another program's AdamW as torch counts: one float32 number; the description follows."""
+    described = training.get("optimizer")
+    step = next((item for item in items if (item.section, item.name) == ("optimizer", STEP)), None)
+    if step is None or not isinstance(described, dict) or described["values"].get("$shared_step") != STEP:
+        return items
+    theirs = step.load
+
+    def load() -> Tensor:
+        return theirs().reshape(()).to(torch.float32)
+
+    values = {"$shared_step": STEP, "$without_step": [], STEP: {"kind": "host"}}
+    training["optimizer"] = {**described, "values": values}
+    return [Item("optimizer", STEP, "F32", "", (), (), load) if item is step else item for item in items]
+
+
+def _item(files: ShardFiles, renamed: Renamed, section: Section, name: str, record: TensorRecord) -> Item:
+    """A tensor that is read under its old names, where its digests are."""
+    old = files.metadata.section(section)
+    views = renamed.views.get((section, name)) or {shard: RowView(name, shard, 0) for shard in record.shards}
+
     def load_box(box: Box) -> Tensor:
         tensor = torch.empty(box.shape, dtype=getattr(torch, BY_SAFETENSORS[record.dtype].torch))
-        read_tensors(source, [Fill(section, name, record, (Piece(box, tensor),))], threads=2)
+        pieces: dict[str, dict[Box, Piece]] = {}
+        for shard, view in views.items():
+            both = shard.box if shard.box == box else intersect(shard.box, box)
+            if both is not None:
+                ranges = zip(both.offset, box.offset, both.shape, strict=True)
+                there = tensor[tuple(slice(o - b, o - b + n) for o, b, n in ranges)]
+                rows = both.offset[:1] and (both.offset[0] - shard.offset[0] + view.skip + view.shard.offset[0],)
+                source = Box((*rows, *both.offset[1:]), both.shape)
+                pieces.setdefault(view.name, {})[source] = Piece(source, there)
+        fills = [Fill(section, key, old[key], tuple(held.values())) for key, held in pieces.items()]
+        read_tensors(files, fills, threads=2)
         return tensor
 
     def load() -> Tensor:
@@ -212,8 +249,6 @@ def staged(target: str) -> Iterator[str]:
 def _remove(path: str) -> None:
     with contextlib.suppress(OSError):
         if os.path.isdir(path):
-            for name in os.listdir(path):
-                os.unlink(os.path.join(path, name))
-            os.rmdir(path)
+            shutil.rmtree(path)
         elif os.path.lexists(path):
             os.unlink(path)

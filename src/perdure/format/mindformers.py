@@ -21,14 +21,14 @@ from perdure.format.metadata import CheckpointMetadata, FileRecord, Section, Sha
 from perdure.format.names import ShardName, parse_shard_filename
 from perdure.format.safetensors import Header
 
-__all__ = ["MOMENTS", "STEP", "check_resumable", "from_headers", "from_metadata", "is_theirs"]
+__all__ = ["MOMENTS", "STEP", "THEIR_STEP", "check_resumable", "from_headers", "from_metadata", "is_theirs"]
 
-STEP = "adam_step"
+STEP, THEIR_STEP = "adam_step", "global_step"
+"""Our name of AdamW's step, and theirs."""
 MOMENTS = {"adam_m": "exp_avg", "adam_v": "exp_avg_sq"}
 """Their names of AdamW's moments -> torch's."""
 
 _MASTER = "main_param"
-_THEIR_STEP = "global_step"
 _LOW_PRECISION = ("BF16", "F16")
 _SECTIONS: dict[str, Section] = {"model": "model", "opt": "optimizer", "extra": "extra"}
 _LIMIT = 1 << 60
@@ -121,7 +121,7 @@ def check_resumable(metadata: CheckpointMetadata, where: str) -> None:
         return
     if STEP not in metadata.training["optimizer"]["keys"]:
         raise DamagedCheckpointError(
-            f"{where}: the optimizer's moments are there, but no {_THEIR_STEP} of one number", tensor=_THEIR_STEP
+            f"{where}: the optimizer's moments are there, but no {THEIR_STEP} of one number", tensor=THEIR_STEP
         )
     masters = set(_parameters(metadata, _MASTER))
     for name in parameters:
@@ -271,7 +271,7 @@ def _section_of(file_name: str) -> Section:
 
 def _put(metadata: CheckpointMetadata, section: Section, name: str, record: TensorRecord, where: str) -> None:
     """Files a tensor under our name of it; its entry in the files keeps theirs."""
-    ours = STEP if section == "optimizer" and name == _THEIR_STEP else name
+    ours = STEP if section == "optimizer" and name == THEIR_STEP else name
     records = metadata.section(section)
     if ours in records:
         raise DamagedCheckpointError(f"{where}: {section}: {name[:300]}: in two files", tensor=name)

@@ -283,17 +283,13 @@ def _move(source: _Tensor, target: _Tensor, blocks: Sequence[tuple[int, int, int
             if low >= high:
                 continue
             whole = high - low == shard.shape[0]
-            if shard.digest and not whole:
-                raise MismatchError(
-                    f"{view.name[:200]} cannot be split as it lies: its digest is of the whole",
-                    hint="export it first, and split it when that is read",
-                )
             moved = ShardRecord(
                 shard.file,
                 (to + low - begin, *shard.offset[1:]),
                 (high - low, *shard.shape[1:]),
-                shard.digest,
-                shard.blocks,
+                # A digest is of the whole; who reads a part by its view has it checked all the same.
+                shard.digest if whole else "",
+                shard.blocks if whole else (),
                 shard.key or view.name,
             )
             target.record.shards.append(moved)
