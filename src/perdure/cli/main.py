@@ -125,6 +125,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_has_gone():
             return 141
+        if isinstance(error, OSError) and error.filename is not None:
+            what = f"{error.filename!s}: {error.strerror or type(error).__name__}"
+            return _tell(what, "the system or the storage refused; what was saved before is untouched", 1)
         told = " ".join(str(error).split())
         return _tell(
             f"unexpected {type(error).__name__}{': ' if told else ''}{told[:500]}",
@@ -136,7 +139,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point of `perdure` and of `python -m perdure`."""
-    sys.exit(run(arguments))
+    code = run(arguments)
+    # A rank of a job has process groups, which do not always survive the interpreter's own end.
+    if (joined := sys.modules.get("perdure.engine.join")) is not None:
+        joined.end_process(code)
+    sys.exit(code)
 
 
 def _tell(message: str, hint: str | None, code: int) -> int:

@@ -7,6 +7,8 @@ directory; rank 0 compares them with the plan and publishes.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -276,11 +278,13 @@ class SaveJob:
         return metadata
 
     def _failed(self, error: Exception) -> SaveError:
-        where = f"step {self.common.global_step} could not be saved below {self.root.path}"
-        hint = (
-            "free some space, or save elsewhere: checkpoint.save_path" if getattr(error, "errno", None) == 28 else None
-        )
-        return SaveError(f"{where}: {_describe(error)}", hint=hint)
+        told = f"step {self.common.global_step} could not be saved below {self.root.path}: {_describe(error)}"
+        if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+            return SaveError(told)
+        with contextlib.suppress(OSError):
+            free = self.root.storage.free_bytes(self.root.path)
+            told += f"; the save takes {self.plan.total_bytes} bytes, and {free} are free now"
+        return SaveError(told, hint="free some space, or save elsewhere: checkpoint.save_path")
 
 
 def _describe(error: BaseException) -> str:

@@ -9,6 +9,8 @@ import os
 import stat
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from perdure.storage.base import Buffer, Directory, FileReader, FileWriter, Storage
@@ -92,7 +94,8 @@ class LocalStorage(Storage):
                 os.ftruncate(fd, before)
                 raise OSError(error.errno, error.strerror, path) from None
             if durable:
-                os.fsync(fd)
+                with _named(path):
+                    os.fsync(fd)
         finally:
             os.close(fd)
 
@@ -119,7 +122,8 @@ class LocalStorage(Storage):
     def sync_directory(self, path: str) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
+            with _named(path):
+                os.fsync(fd)
         except OSError as error:
             # Some network file systems have no fsync of directories; their renames are durable by themselves.
             if error.errno not in _UNSUPPORTED:
@@ -143,6 +147,17 @@ def _some(count: int, path: str) -> int:
     return count
 
 
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """A system call on an open file doesn't say which file failed."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, path) from None
+        raise
+
+
 class _LocalWriter(FileWriter):
     def __init__(self, path: str, size: int, direct: bool, replace: bool = False) -> None:
         self._path = path
@@ -157,7 +172,8 @@ class _LocalWriter(FileWriter):
             self.abort()
             raise
         try:
-            self._reserve(size)
+            with _named(path):
+                self._reserve(size)
             if direct and size >= _DIRECT_ALIGNMENT:
                 self._direct_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT | os.O_NOFOLLOW)
         except OSError as error:
@@ -175,7 +191,10 @@ class _LocalWriter(FileWriter):
                 raise
 
     def pwrite(self, data: Buffer, offset: int) -> None:
-        view = memoryview(data).cast("B")
+        with _named(self._path):
+            self._pwrite(memoryview(data).cast("B"), offset)
+
+    def _pwrite(self, view: memoryview, offset: int) -> None:
         fd = self._fd
         if self._direct_fd >= 0 and _aligned(view, offset):
             fd = self._direct_fd
@@ -195,10 +214,12 @@ class _LocalWriter(FileWriter):
         if self._direct_fd >= 0:
             os.close(self._direct_fd)
             self._direct_fd = -1
-        os.ftruncate(self._fd, size)
-        os.fsync(self._fd)
-        fd, self._fd = self._fd, -1
-        os.close(fd)
+        with _named(self._path):
+            os.ftruncate(self._fd, size)
+            os.fsync(self._fd)
+            fd, self._fd = self._fd, -1
+            # A quota may be counted as late as this.
+            os.close(fd)
 
     def abort(self) -> None:
         for fd in (self._direct_fd, self._fd):
@@ -229,7 +250,10 @@ class _LocalReader(FileReader):
         self._direct_fd = _reopened_direct(fd) if direct and self.size >= _LARGE else -1
 
     def pread_into(self, buffer: memoryview, offset: int) -> None:
-        view = buffer.cast("B")
+        with _named(self._path):
+            self._pread_into(buffer.cast("B"), offset)
+
+    def _pread_into(self, view: memoryview, offset: int) -> None:
         if self._direct_fd >= 0 and len(view) >= _LARGE and not self._is_cached(offset, len(view)):
             done = self._pread_direct(view, offset)
             view, offset = view[done:], offset + done
