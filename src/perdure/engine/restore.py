@@ -16,7 +16,9 @@ from perdure.catalog.events import mark_damaged
 from perdure.catalog.foreign import WRITERS, ForeignContent, ForeignKind, read_foreign
 from perdure.catalog.read import IterationContent, ShardFiles, open_shards, read_iteration
 from perdure.catalog.root import Iteration, Root
+from perdure.catalog.verify import check_data
 from perdure.config.schema import CheckpointConfig
+from perdure.engine.balance import read_balanced
 from perdure.engine.find import find_checkpoint
 from perdure.engine.live import Live
 from perdure.engine.load import LoadPlan, few, held_names
@@ -25,13 +27,15 @@ from perdure.engine.ranks import Ranks
 from perdure.engine.reader import ShardSource
 from perdure.engine.renamed import RenamedShards
 from perdure.engine.saveroot import SaveRoot
-from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError, UsageError
+from perdure.engine.told import Told
+from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError
 from perdure.format.common import CommonInfo
 from perdure.format.metadata import CheckpointMetadata
 from perdure.format.mindformers import check_resumable
 from perdure.format.names import COMMON
 from perdure.format.rename import Renamed, parse_rules, rename
 from perdure.state.model import parameter_names
+from perdure.storage.base import Directory
 
 if TYPE_CHECKING:
     from perdure.engine.base import Base
@@ -90,11 +94,6 @@ class Restore:
     def run(self, checkpoint_path: str | None) -> Loaded | None:
         """What was loaded, or None for a fresh start."""
         started = time.monotonic()
-        if self._config.load_balanced and self._ranks.size > 1:
-            raise UsageError(
-                "checkpoint.load_balanced: not built yet for several ranks",
-                hint="leave it False: each rank then reads just the ranges that it needs",
-            )
         found = self._ranks.decide(
             lambda: find_checkpoint(self._config, self._save_root, checkpoint_path),
             "looking for a checkpoint",
@@ -150,7 +149,7 @@ class Restore:
                 self._ranks.together(lambda: source.open(iteration), "opening the checkpoint")
             )
             content = self._ranks.together(lambda: read_iteration(directory), "reading the metadata")
-            renamed = self._ranks.together(lambda: self._renamed(content.metadata, iteration.path), "renaming")
+            renamed = self._renamed(content.metadata, iteration.path)
             plan = self._plan(renamed.metadata if renamed else content.metadata, iteration.path, weights_only)
             files = stack.enter_context(
                 self._ranks.together(lambda: open_shards(directory, content), "opening the shards")
@@ -185,7 +184,7 @@ class Restore:
             renamed = self._ranks.together(lambda: rename(content.metadata, rules, path), "renaming")
             plan = self._plan(renamed.metadata, path, weights_only)
             files = stack.enter_context(ShardFiles(directory, content.metadata, None))
-            count = self._read(plan, RenamedShards(files, renamed), None)
+            count = self._read(plan, RenamedShards(files, renamed), renamed.metadata, None)
         return Loaded(
             path=path,
             root=source.path,
@@ -200,11 +199,16 @@ class Restore:
 
     def _renamed(self, metadata: CheckpointMetadata, where: str) -> Renamed | None:
         """A checkpoint of ours under other names, where rules are given and its own are not the model's."""
-        names = {alias for name, record in metadata.model.items() for alias in (name, *record.aliases)}
-        wanted = [t for t in self._live.tensors() if t.name not in self._live.elsewhere()]
-        if not self._config.rename or all(not names.isdisjoint((t.name, *t.aliases)) for t in wanted):
+
+        def fits() -> bool:
+            wanted = [t for t in self._live.tensors() if t.name not in self._live.elsewhere()]
+            return len(held_names(wanted, metadata.model)) == len(wanted)
+
+        doing = "renaming"
+        if not self._config.rename or all(self._ranks.gather(self._ranks.together(fits, doing), doing)):
             return None
-        return rename(metadata, parse_rules(self._config.rename), where)
+        rules = parse_rules(self._config.rename)
+        return self._ranks.together(lambda: rename(metadata, rules, where), doing)
 
     def _plan(self, metadata: CheckpointMetadata, where: str, weights_only: bool) -> LoadPlan:
         doing = "comparing checkpoint and model"
@@ -216,19 +220,39 @@ class Restore:
             self._ranks.together(lambda: base.check(described, absent, where), "comparing the base")
         return plan
 
-    def _read(self, plan: LoadPlan, files: ShardSource, first: tuple[ShardFiles, IterationContent] | None) -> int:
-        """Fills everything and sets what was read; `first` is what is to be checked whole before."""
+    @property
+    def _balanced(self) -> bool:
+        return self._config.load_balanced and self._ranks.size > 1
+
+    def _content(self, directory: Directory) -> IterationContent:
+        """The JSON files of an iteration; read by one rank for all when the load is balanced."""
+        doing = "reading the metadata"
+        if not self._balanced:
+            return self._ranks.together(lambda: read_iteration(directory), doing)
+        told = Told.read_all(directory) if self._ranks.is_first else b""
+        told = self._ranks.share(told, doing)
+        return self._ranks.together(lambda: read_iteration(Told(directory.path, told)), doing)
+
+    def _read(
+        self, plan: LoadPlan, files: ShardSource, metadata: CheckpointMetadata, content: IterationContent | None
+    ) -> int:
+        """Fills everything and sets what was read; what has digests is checked whole before, if that is wished."""
         threads = max(2, self._config.reshard_worker_num)
         verify = self._config.verify_on_load != "off"
-
-        def read() -> int:
-            if first is not None:
-                _check_everything(*first)
-            return plan.read(files, threads=threads, verify=verify)
-
-        count = self._ranks.together(read, "loading")
+        if content is not None and self._config.verify_on_load == "first":
+            self._ranks.together(lambda: self._check_share(files, content), "checking the checkpoint")
+        if self._balanced:
+            count = read_balanced(files, plan.fills, metadata, self._ranks, threads=threads, verify=verify)
+        else:
+            count = self._ranks.together(lambda: plan.read(files, threads=threads, verify=verify), "loading")
         self._ranks.together(plan.finish, "setting the loaded state")
         return count
+
+    def _check_share(self, files: Any, content: IterationContent) -> None:
+        """Reads and compares this rank's share of the files: together the ranks read all."""
+        share = range(self._ranks.rank, len(content.metadata.files), self._ranks.size)
+        for problem in check_data(files, content, share):
+            raise DamagedCheckpointError(problem.what, file=problem.file, tensor=problem.tensor)
 
     def _of_others(self, metadata: CheckpointMetadata, doing: str) -> frozenset[str]:
         """The checkpoint's model tensors that only other ranks hold, as in a pipeline: one bit each is exchanged."""
@@ -339,10 +363,3 @@ def _by_name(root: Root, dirname: str) -> Iteration:
         f"{root.path}: {dirname} is not visible here",
         hint="every rank must see the same storage: put checkpoint.save_path on a shared file system",
     )
-
-
-def _check_everything(files: Any, content: IterationContent) -> None:
-    from perdure.catalog.verify import check_data
-
-    for problem in check_data(files, content):
-        raise DamagedCheckpointError(problem.what, file=problem.file, tensor=problem.tensor)

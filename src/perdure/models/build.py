@@ -12,7 +12,7 @@ from torch import nn
 from perdure.errors import UsageError
 from perdure.importing import KeyFaults, accepted_keys, check_keys, resolve, section_keys
 
-__all__ = ["build_model"]
+__all__ = ["build_model", "computes_in_its_own"]
 
 _REGISTERED = {
     "decoder": "perdure.models.decoder:Decoder",
@@ -62,6 +62,17 @@ def build_model(section: Any, vocab_size: int | None = None) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise KeyFaults([("model.type", f"`{name}` gave a {type(model).__name__}, not a torch.nn.Module")])
     return model.to(_DTYPES[dtypes["params_dtype"]]) if "params_dtype" in dtypes else model
+
+
+def computes_in_its_own(section: Any) -> bool:
+    """Whether what a `model:` section names takes a `compute_dtype` that may differ from `params_dtype`.
+
+    Raises:
+        KeyFaults: it names nothing.
+    """
+    values, _ = section_keys(section)
+    name = values.get("type") or ("transformers" if values.get("model_type") else "decoder")
+    return name != "transformers" and "compute_dtype" in (accepted_keys(_constructor(str(name))) or ())
 
 
 def _constructor(name: str) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from perdure.config.layer_ranges import even_stages, stage_ranges
@@ -41,11 +41,20 @@ class Parallel:
     mean_over: int = 1
 
 
-def parallelize(model: nn.Module, mesh: Mesh, device: torch.device, config: TrainConfig) -> Parallel:
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    device: torch.device,
+    config: TrainConfig,
+    compute_dtype: torch.dtype | None = None,
+) -> Parallel:
     """The model on `device`, cut as the mesh says; in place where torch allows.
 
     A model says by `tensor_parallel_plan(degree)`, a mapping for `parallelize_module`, how it is cut by tensors, and
     by `pipeline_plan()` how it is cut into stages (see `perdure.parallel.stages`).
+
+    Args:
+        compute_dtype: what FSDP2 gathers parameters in and computes in, while they stay in their own dtype.
 
     Raises:
         UsageError: the model has no plan for what is asked, or sizes don't divide.
@@ -61,7 +70,7 @@ def parallelize(model: nn.Module, mesh: Mesh, device: torch.device, config: Trai
         if mesh.tensor is not None:
             _tensor_parallel(stage, mesh)
         if mesh.sharded is not None:
-            _shard(stage, mesh, device, config.parallelism)
+            _shard(stage, mesh, device, config.parallelism, compute_dtype)
     sums = mesh.sharded is not None and config.parallelism.disable_gradient_division
     return Parallel(
         model=parts.model,
@@ -143,7 +152,13 @@ def _placed(model: nn.Module, ranks: int, config: TrainConfig) -> list[range]:
     return placed
 
 
-def _shard(model: nn.Module, mesh: Mesh, device: torch.device, parallelism: ParallelismConfig) -> None:
+def _shard(
+    model: nn.Module,
+    mesh: Mesh,
+    device: torch.device,
+    parallelism: ParallelismConfig,
+    compute_dtype: torch.dtype | None,
+) -> None:
     """FSDP2 over the blocks of a model or stage, and over what is left of it."""
     policy = parallelism.reshard_after_forward_policy
     keep = policy == "never" or parallelism.data_parallel_shard_strategy == "optim_grads"
@@ -152,6 +167,7 @@ def _shard(model: nn.Module, mesh: Mesh, device: torch.device, parallelism: Para
         keep = keep or mesh.pipeline is not None
     settings: dict[str, Any] = {
         "mesh": mesh.sharded,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32),
         "reshard_after_forward": False if keep else True if policy == "always" else None,
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
         if parallelism.cpu_offload

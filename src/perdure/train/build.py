@@ -14,8 +14,8 @@ from perdure.config.schema import DataloaderConfig, TrainConfig
 from perdure.data.loader import ResumableLoader
 from perdure.data.sources.registry import build_source, source_keys
 from perdure.errors import ConfigError, UsageError
-from perdure.importing import KeyFaults, import_object
-from perdure.models.build import build_model
+from perdure.importing import KeyFaults, import_object, section_keys
+from perdure.models.build import build_model, computes_in_its_own
 from perdure.models.lora import add_adapters
 from perdure.optim.build import build_optimizer
 from perdure.optim.schedules import build_schedule
@@ -66,10 +66,13 @@ def _source(config: TrainConfig, section: DataloaderConfig, name: str) -> Any:
     return build_source(str(section.type), keys, fault=fault)
 
 
-def network(config: TrainConfig, given: nn.Module | None, dataset: Any) -> nn.Module:
+def network(config: TrainConfig, given: nn.Module | None, dataset: Any, *, policy: bool = False) -> nn.Module:
     """The model: what was passed, or what `model` describes; the data say how many token ids there are.
 
     With `lora_config` all of it is frozen but the adapters that it gets.
+
+    Args:
+        policy: `compute_dtype` is FSDP2's to see to, so the model is not asked for it.
     """
     adapters = config.lora_config
     if adapters is not None and config.parallelism.tensor_parallel > 1:
@@ -78,12 +81,26 @@ def network(config: TrainConfig, given: nn.Module | None, dataset: Any) -> nn.Mo
     try:
         model = given
         if model is None:
-            model = build_model(config.model, vocab_size=getattr(dataset, "vocab_size", None))
+            section = {k: v for k, v in section_keys(config.model)[0].items() if v is not None and k != "compute_dtype"}
+            described = section if policy else config.model
+            model = build_model(described, vocab_size=getattr(dataset, "vocab_size", None))
         if adapters is not None:
             add_adapters(model, adapters)
         return model
     except KeyFaults as faults:
         raise config.faults(faults.faults) from faults
+
+
+def policy_dtype(config: TrainConfig, given: nn.Module | None, mesh: Mesh) -> torch.dtype | None:
+    """The dtype that FSDP2 is to compute in, its parameters staying as they are: `model.compute_dtype` of a model that
+    does not compute in a dtype of its own."""
+    compute = config.model.extras().get("compute_dtype")
+    if mesh.sharded is None or compute is None or (given is None and computes_in_its_own(config.model)):
+        return None
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if compute not in known:
+        raise config.fault("model.compute_dtype", f"`{compute}` is not one of {', '.join(known)}")
+    return known[compute]
 
 
 def optimizer_and_schedule(config: TrainConfig, model: nn.Module, given: Any, mesh: Mesh) -> tuple[Any, Rate]:

@@ -99,13 +99,14 @@ def _look(
     _become(rank, layout.ranks)
     mesh, meta = make_mesh(layout, torch.device("cpu")), torch.device("meta")
     with meta:
-        model = build.network(config, None, dataset)
+        compute = build.policy_dtype(config, None, mesh)
+        model = build.network(config, None, dataset, policy=compute is not None)
         plan = LoadPlan(where)
         if metadata is not None:
             # Names are compared with the whole model, of which a rank may hold some layers only.
             plan.add_model(model_tensors(model, values=False), metadata.model, _elsewhere(model, metadata))
             plan.fills.clear()
-        model = parallelize(model, mesh, meta, config).model
+        model = parallelize(model, mesh, meta, config, compute).model
         optimizer, _ = build.optimizer_and_schedule(config, model, None, mesh)
     tensors = model_tensors(model, values=False)
     held = sum(prod(p.box.shape) * BY_SAFETENSORS[t.dtype].itemsize for t in tensors for p in t.pieces)

@@ -118,9 +118,12 @@ class Trainer:
         torch.use_deterministic_algorithms(training.deterministic)
         seed_all(training.seed)
         self.train_dataset = build.data(config, self.train_dataset)
-        network = build.network(config, self.model, self.train_dataset)
-        self.scaler = LossScaler.for_dtypes(*(p.dtype for p in network.parameters()))
-        self._parallel = parallelize(network, self.mesh, self.device, config)
+        compute = build.policy_dtype(config, self.model, self.mesh)
+        network = build.network(config, self.model, self.train_dataset, policy=compute is not None)
+        self.scaler = LossScaler.for_dtypes(
+            *(p.dtype for p in network.parameters()), config.model.extras().get("compute_dtype")
+        )
+        self._parallel = parallelize(network, self.mesh, self.device, config, compute)
         self.model = self._parallel.model
         self.optimizer, self._rate = build.optimizer_and_schedule(config, self.model, self.optimizer, self.mesh)
         self.loader = build.loader(config, self.train_dataset, self.mesh)
