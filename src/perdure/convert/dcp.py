@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from perdure.convert.named import from_dictionary, own_record
+from perdure.convert.named import EXTRA, from_dictionary, own_record
 from perdure.convert.state import Item, State, logical, placeholder, staged
 from perdure.convert.torchfile import safely_loaded
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, UsageError
@@ -209,11 +209,18 @@ class _Window(io.RawIOBase):
 def write_dcp(state: State, target: str, *, advance: Callable[[int], None] = lambda count: None) -> None:
     """Writes model, optimizer and progress, with the keys that `get_state_dict` gives: for `dcp.load` anywhere.
 
+    The tensors of registered objects lie under `extra`; how they fit together is in our own record.
+
     Raises:
         UsageError: the target is there already.
     """
     loaders: dict[str, Item] = {}
-    tree = {"model": _model(state, loaders), **_optimizer(state, loaders), **own_record(state)}
+    tree = {
+        "model": _model(state, loaders),
+        **_optimizer(state, loaders),
+        **_extra(state, loaders),
+        **own_record(state),
+    }
     with staged(target) as directory, warnings.catch_warnings():
         # That it saves in a single process is what is meant here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -258,6 +265,12 @@ def _optimizer(state: State, loaders: dict[str, Item]) -> dict[str, Any]:
         for group in described.get("groups", [])
     ]
     return {"optimizer": {"state": states, "param_groups": groups}}
+
+
+def _extra(state: State, loaders: dict[str, Item]) -> dict[str, Any]:
+    items = state.section("extra")
+    loaders.update({f"{EXTRA}.{item.name}": item for item in items})
+    return {EXTRA: {item.name: placeholder(item) for item in items}} if items else {}
 
 
 class _Planner(DefaultSavePlanner):

@@ -10,17 +10,21 @@ import torch
 from torch import Tensor
 
 from perdure.convert.state import Item, State
-from perdure.errors import MismatchError
+from perdure.errors import DamagedCheckpointError, MismatchError
 from perdure.format.common import CommonInfo
 from perdure.format.jsonio import decode
 from perdure.state.optimizer import MASTER, OptimizerView, collect_optimizer
 from perdure.state.shards import NamedTensor, describe, held
+from perdure.state.stateful import references
 
-__all__ = ["from_dictionary", "own_record"]
+__all__ = ["EXTRA", "from_dictionary", "own_record"]
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 STEP_KEYS = ("global_step", "step", "iteration")
+
+EXTRA = "extra"
+"""Where the tensors of registered objects lie."""
 
 _OWN_KEY = "perdure"
 
@@ -59,13 +63,15 @@ def from_dictionary(
     found = next((tree[k] for k in OPTIMIZER_KEYS if isinstance(tree.get(k), Mapping)), None) if key else None
     if found is not None:
         _add_optimizer(state, found, named, load, optimizer_type)
+    if "extra" in own.training:
+        _add_objects(state, tree.get(EXTRA), load, where)
     return state
 
 
 def own_record(state: State) -> dict[str, str]:
     """What a state dictionary has no place for, as JSON under a key of ours: progress, ties, what a resume compares."""
     ties = {item.name: list(item.aliases) for item in state.items if item.aliases}
-    training = {key: value for key, value in state.training.items() if key not in ("optimizer", "extra", "ranks")}
+    training = {key: value for key, value in state.training.items() if key not in ("optimizer", "ranks")}
     record = _Own(state.common, ties, training)
     return {_OWN_KEY: msgspec.json.encode(record).decode()}
 
@@ -160,6 +166,19 @@ def _add_optimizer(
     described, tensors = collect_optimizer(view)
     state.training["optimizer"] = described
     state.items += [_item(t, t.pieces[0].tensor, load) for t in tensors]
+
+
+def _add_objects(state: State, saved: Any, load: Load, where: str) -> None:
+    """The registered objects, which our own record describes."""
+    tensors = saved if isinstance(saved, Mapping) else {}
+    wanted = [name for each in state.training["extra"].values() for name in references(each.get("trees"))]
+    for name in dict.fromkeys(wanted):
+        tensor = tensors.get(name)
+        if not isinstance(tensor, Tensor):
+            raise DamagedCheckpointError(
+                f"{where}: {EXTRA}: {name}: missing, though our own record names it", tensor=name
+            )
+        state.items.append(_item(describe("extra", name, tensor), tensor, load))
 
 
 def _small(value: Any, load: Load) -> Any:

@@ -18,7 +18,7 @@ from perdure.format.metadata import CheckpointMetadata, Section, TensorRecord
 from perdure.state.optimizer import OptimizerView
 from perdure.state.optimizer_restore import OptimizerRestore, prepare_optimizer
 from perdure.state.shards import NamedTensor, Piece, blank, describe, dtype_name
-from perdure.state.stateful import rebuild
+from perdure.state.stateful import rebuild, references
 
 __all__ = ["LoadPlan", "few", "held_names", "match_model"]
 
@@ -148,16 +148,25 @@ class LoadPlan:
             states = [self._state(name, tree, metadata) for tree in trees]
             self.objects.append(lambda: value.load_state_dict(merge([s() for s in states], rank, ranks)))
             return
-        state = self._state(name, trees[rank if saved["mode"] == "per_rank" else 0], metadata)
+        tree = trees[rank if saved["mode"] == "per_rank" else 0]
+        state = self._state(name, tree, metadata, getattr(value, "layout_of", None))
         self.objects.append(lambda: value.load_state_dict(state()))
 
-    def _state(self, name: str, tree: Any, metadata: CheckpointMetadata) -> Callable[[], Any]:
+    def _state(
+        self,
+        name: str,
+        tree: Any,
+        metadata: CheckpointMetadata,
+        layout_of: Callable[[str], Tensor | None] | None = None,
+    ) -> Callable[[], Any]:
         tensors: dict[str, Tensor] = {}
-        for reference in _references(tree):
+        for reference in references(tree):
             record = metadata.extra.get(reference)
             if record is None:
                 raise DamagedCheckpointError(f"{self.where}: extra: {reference}: named by `{name}`, but not there")
-            tensors[reference] = blank(record)
+            like = layout_of(reference.removeprefix(f"{name}.")) if layout_of is not None else None
+            alike = like is not None and describe("extra", reference, like).shape == tuple(record.shape)
+            tensors[reference] = torch.zeros_like(like) if like is not None and alike else blank(record)
         self._add("extra", [describe("extra", key, t) for key, t in tensors.items()], metadata.extra)
         return lambda: rebuild(tree, lambda reference: tensors[reference], name)
 
@@ -288,21 +297,6 @@ def _renamed_prefix(missing: list[str], unexpected: list[str]) -> tuple[str, str
     here, there = a[: len(a) - tail], b[: len(b) - tail]
     renamed = {there + n[len(here) :] for n in missing if n.startswith(here)}
     return (here, there) if renamed == set(unexpected) else None
-
-
-def _references(tree: Any) -> list[str]:
-    found: list[str] = []
-    stack = [tree]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, dict):
-            if set(value) == {"$tensor"} and isinstance(value["$tensor"], str):
-                found.append(value["$tensor"])
-            else:
-                stack.extend(value.values())
-        elif isinstance(value, list):
-            stack.extend(value)
-    return found
 
 
 def few(names: Sequence[str], most: int = 5) -> str:

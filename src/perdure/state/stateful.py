@@ -11,12 +11,15 @@ from perdure.errors import UnsupportedStateError
 from perdure.state.jsonable import from_json, to_json
 from perdure.state.shards import NamedTensor, describe
 
-__all__ = ["Stateful", "check_registered", "collect", "rebuild"]
+__all__ = ["Stateful", "check_registered", "collect", "rebuild", "references"]
 
 
 @runtime_checkable
 class Stateful(Protocol):
     """Anything with `state_dict` and `load_state_dict` whose state is tensors, numbers, text, lists and dictionaries.
+
+    A method `layout_of(path)` gives the tensor at a path of the state (`weights.layer.bias`) as it lies now, or None: a
+    sharded one is then saved and filled shard by shard, and the shards may differ between ranks.
 
     An attribute `per_rank = True` keeps one state per rank instead of one for all; such a state is
     restored on the same number of ranks only.
@@ -75,3 +78,19 @@ def collect(name: str, state: Any) -> tuple[Any, list[NamedTensor]]:
 def rebuild(tree: Any, tensor: Callable[[str], Tensor], name: str) -> Any:
     """The state that `collect` was given, from its tree and its loaded tensors."""
     return from_json(tree, tensor, f"extra: {name}")
+
+
+def references(tree: Any) -> list[str]:
+    """The names of the tensors in the tree of an object."""
+    found: list[str] = []
+    stack = [tree]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            if set(value) == {"$tensor"} and isinstance(value["$tensor"], str):
+                found.append(value["$tensor"])
+            else:
+                stack.extend(value.values())
+        elif isinstance(value, list):
+            stack.extend(value)
+    return found
