@@ -247,6 +247,9 @@ class DataloaderConfig(Section):
         "required unless the data set is passed to `Trainer`",
     )
     shuffle: bool = Field(default=False, description="a new seeded order in each epoch")
+    exact: bool = Field(
+        default=True, description="False: accept data in a row that cannot say where they stand, and resume inexactly"
+    )
     column_names: TextList = Field(default=["input_ids", "labels"], description="columns that the model is given")
     python_multiprocessing: bool = Field(default=False, description="accepted; workers are processes in any case")
 

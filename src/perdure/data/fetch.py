@@ -167,7 +167,7 @@ def transferable(fetched: AnyFetched | Failure, name: str, runs: Sequence[tuple[
     if isinstance(fetched, Failure):
         return fetched
     try:
-        for leaf in _leaves(fetched[0]):
+        for leaf in _leaves(fetched):
             if not isinstance(leaf, (torch.Tensor, np.ndarray, np.generic, str, bytes, int, float, bool, type(None))):
                 ForkingPickler.dumps(leaf)
     except Exception as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -189,6 +190,7 @@ class ResumableLoader(SteppedLoader):
         micro_batches = []
         for positions in runs:
             data, ids = self._workers.next()
+            ids = array("q", ids).tolist() if isinstance(ids, bytes) else ids
             micro_batches.append(MicroBatch(positions[0][0], data, ids, positions_of(positions)))
         return micro_batches
 

@@ -6,7 +6,7 @@ import operator
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from perdure.data.cursor import BatchPlan, Counters, counters, scale_step
@@ -182,6 +182,19 @@ class SteppedLoader(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def leave_out(self, ranges: Sequence[Sequence[int]]) -> None:
+        """Leaves out these stream positions too, as half-open ranges [first, last); ends passes in progress."""
+        plan, ramp = self.plan, self.plan.rampup
+        rampup = None if ramp is None else [ramp.start, ramp.increment, ramp.samples]
+        more = BatchPlan(plan.global_batch_size, rampup=rampup, skip_ranges=[*plan.skips.ranges, *ranges])
+        self.share = replace(self.share, plan=more)
+        self._pass += 1
+
+    @property
+    def warnings(self) -> list[str]:
+        """What must be said at each start: where a resume is not exact."""
+        return []
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:

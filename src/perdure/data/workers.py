@@ -16,17 +16,16 @@ import signal
 import sys
 import threading
 import warnings
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawArray
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
-from perdure.data.fetch import BOARD_FIELDS, Failure, Fetcher, Task
+from perdure.data.fetch import BOARD_FIELDS, Failure
 from perdure.errors import DataError
 
 __all__ = ["Workers", "new_board"]
@@ -40,6 +39,12 @@ def new_board(num_workers: int) -> Any:
     if num_workers == 0:
         return None
     return RawArray(ctypes.c_int64, num_workers * BOARD_FIELDS + 1)
+
+
+class ServesTasks(Protocol):
+    """Makes of each task what is delivered, or a `Failure`; in one process, tasks come in order."""
+
+    def __getitem__(self, task: Any) -> Any: ...
 
 
 class Workers:
@@ -57,7 +62,7 @@ class Workers:
 
     def __init__(
         self,
-        fetcher: Fetcher,
+        fetcher: ServesTasks,
         *,
         name: str,
         where: Callable[[int], str],
@@ -100,7 +105,7 @@ class Workers:
                 **settings,
             )
 
-    def start(self, tasks: Callable[[], Iterator[Task]]) -> None:
+    def start(self, tasks: Callable[[], Iterator[Any]]) -> None:
         """Begins a new pass over tasks; what was in flight is dropped."""
         self._tasks.make = tasks
         try:
@@ -112,8 +117,8 @@ class Workers:
         except RuntimeError as error:
             raise self._died(error) from error
 
-    def next(self) -> tuple[Any, list[int]]:
-        """The next micro-batch, and the data set indices that were read for it.
+    def next(self) -> Any:
+        """What the fetcher made of the next task.
 
         Raises:
             DataError: a sample cannot be read or collated, or a worker died. The workers are ended.
@@ -130,8 +135,7 @@ class Workers:
         if isinstance(fetched, Failure):
             self.close()
             fetched.raise_error()
-        data, ids = fetched
-        return data, array("q", ids).tolist() if isinstance(ids, bytes) else ids
+        return fetched
 
     def close(self, *, at_once: bool = False) -> None:
         """Ends the workers, `at_once` without waiting for the sample in hand; safe to call again."""
@@ -223,9 +227,9 @@ class _TaskStream:
     """The sampler of the DataLoader: whatever tasks the present pass has."""
 
     def __init__(self) -> None:
-        self.make: Callable[[], Iterator[Task]] = lambda: iter(())
+        self.make: Callable[[], Iterator[Any]] = lambda: iter(())
 
-    def __iter__(self) -> Iterator[Task]:
+    def __iter__(self) -> Iterator[Any]:
         return self.make()
 
     def __len__(self) -> int:

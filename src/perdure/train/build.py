@@ -11,23 +11,26 @@ import torch
 from torch import nn
 
 from perdure.config.schema import DataloaderConfig, TrainConfig
-from perdure.data.loader import ResumableLoader
 from perdure.data.sources.registry import build_source, source_keys
+from perdure.engine.ranks import Ranks
 from perdure.errors import ConfigError, UsageError
 from perdure.importing import KeyFaults, import_object, section_keys
 from perdure.models.build import build_model, computes_in_its_own
 from perdure.models.lora import add_adapters
 from perdure.optim.build import build_optimizer
+from perdure.optim.scaler import LossScaler
 from perdure.optim.schedules import build_schedule
 from perdure.parallel.mesh import Mesh
 from perdure.train.callbacks.base import Callback
+from perdure.train.evaluate import Evaluation
+from perdure.train.step import LossFunction
 
 __all__ = [
     "callbacks",
     "data",
     "device",
+    "evaluation",
     "evaluation_data",
-    "loader",
     "network",
     "optimizer_and_schedule",
     "settings_of",
@@ -35,6 +38,7 @@ __all__ = [
 
 # The reference's own callbacks; what they do is part of the Trainer here.
 _BUILT_IN = {"MonitorCallback", "LossCallback", "CheckpointCallback"}
+_REGISTERED = {"EMA": "perdure.train.callbacks.ema:EMA"}
 
 Rate = Callable[[int, int, int], float]
 
@@ -54,6 +58,30 @@ def evaluation_data(config: TrainConfig, given: Any) -> Any:
     if config.eval_dataset.dataloader.type is None:
         raise config.fault("eval_dataset.dataloader.type", "missing; expected a source's name or an import path")
     return _source(config, config.eval_dataset.dataloader, "eval_dataset")
+
+
+def evaluation(
+    config: TrainConfig, dataset: Any, loss: LossFunction, ranks: Ranks, mesh: Mesh, device: torch.device
+) -> Evaluation | None:
+    """What evaluates between steps, where the configuration asks for it."""
+    training, section = config.training, config.eval_dataset
+    if not training.eval_interleaved_steps:
+        return None
+    if dataset is None:
+        raise config.fault(
+            "training.eval_interleaved_steps", "there is nothing to evaluate on: eval_dataset is missing"
+        )
+    return Evaluation(
+        dataset,
+        loss=loss,
+        ranks=ranks,
+        mesh=mesh,
+        device=device,
+        global_batch_size=training.global_batch_size,
+        local_batch_size=training.local_batch_size,
+        workers=section.num_parallel_workers if section is not None else 0,
+        seed=training.seed,
+    )
 
 
 def _source(config: TrainConfig, section: DataloaderConfig, name: str) -> Any:
@@ -89,6 +117,12 @@ def network(config: TrainConfig, given: nn.Module | None, dataset: Any, *, polic
         return model
     except KeyFaults as faults:
         raise config.faults(faults.faults) from faults
+
+
+def loss_scaler(config: TrainConfig, model: nn.Module) -> LossScaler:
+    """Dynamic where parameters are float16, or where that is what is computed in."""
+    compute = config.model.extras().get("compute_dtype")
+    return LossScaler.for_dtypes(*(p.dtype for p in model.parameters()), str(compute) if compute else None)
 
 
 def policy_dtype(config: TrainConfig, given: nn.Module | None, mesh: Mesh) -> torch.dtype | None:
@@ -142,24 +176,6 @@ def _keep_ratios(optimizer: Any, peak: float) -> None:
         group.setdefault("lr_ratio", float(group["lr"]) / peak if peak else 1.0)
 
 
-def loader(config: TrainConfig, dataset: Any, mesh: Mesh, left_out: Sequence[tuple[int, int]] = ()) -> ResumableLoader:
-    """The loader over the training data; `left_out` are ranges to skip beside `training.skip_ranges`."""
-    section, training = config.train_dataset, config.training
-    return ResumableLoader(
-        dataset,
-        global_batch_size=training.global_batch_size,
-        local_batch_size=training.local_batch_size,
-        seed=training.seed,
-        rank=mesh.data_rank,
-        ranks=mesh.data_ranks,
-        skip_ranges=[*training.skip_ranges, *left_out],
-        rampup=training.rampup_batch_size,
-        num_workers=section.num_parallel_workers,
-        prefetch=max(section.prefetch_size, 1),
-        shuffle=section.dataloader.shuffle,
-    )
-
-
 def callbacks(config: TrainConfig, given: Sequence[Callback]) -> list[Callback]:
     """The configured callbacks, then the passed ones."""
     built: list[Callback] = []
@@ -167,7 +183,7 @@ def callbacks(config: TrainConfig, given: Sequence[Callback]) -> list[Callback]:
         if section.type in _BUILT_IN:
             continue
         try:
-            target = import_object(section.type)
+            target = import_object(_REGISTERED.get(section.type, section.type))
             inspect.signature(target).bind(**section.extras())
             callback = target(**section.extras())
         except (UsageError, TypeError) as error:

@@ -19,6 +19,7 @@ from perdure.parallel.mesh import Mesh
 from perdure.storage.local import LocalStorage
 from perdure.train import build
 from perdure.train.candidate import Candidate, find_candidate, save_target
+from perdure.train.feed import feed
 from perdure.train.forecast import forecast
 from perdure.train.resume import Wish, changed_settings, resume_point
 from perdure.train.rollback import LeftOut
@@ -135,14 +136,14 @@ def _tell_candidate(candidate: Candidate, told: Explanation) -> None:
 
 def _tell_position(config: TrainConfig, candidate: Candidate | None, dataset: Any, told: Explanation) -> None:
     """Step, samples and learning rates, by the functions that a start uses."""
-    loader = build.loader(config, dataset, Mesh())
+    loader = feed(config, dataset, Mesh())
     step = consumed = 0
     if candidate is not None and not candidate.weights_only:
         point = resume_point(candidate.progress, candidate.training, Wish.of(config), loader.identity())
         step, consumed = point.global_step, point.consumed_samples
         told.arithmetic, told.warnings = point.notes, told.warnings + point.warnings
         left_out = LeftOut() if point.data_afresh else LeftOut.of(candidate.training)
-        loader = build.loader(config, dataset, Mesh(), left_out.ranges)
+        loader.leave_out(left_out.ranges)
     loader.seek(consumed)
     coming = loader.plan.step_range(consumed)
     told.step, told.next_samples = step, (coming.first, coming.last)

@@ -18,8 +18,7 @@ from perdure.data.loader import StepBatch
 from perdure.engine.checkpointer import Checkpointer, Loaded
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
-from perdure.errors import PerdureError, TrainingError
-from perdure.optim.scaler import LossScaler
+from perdure.errors import PerdureError, TrainingError, UsageError
 from perdure.parallel.apply import parallelize
 from perdure.parallel.mesh import make_mesh
 from perdure.state.random import seed_all
@@ -27,6 +26,7 @@ from perdure.train import build
 from perdure.train.callbacks.base import Callback
 from perdure.train.console import Console
 from perdure.train.evaluate import Evaluation
+from perdure.train.feed import data_state, feed, place
 from perdure.train.health import HealthMonitor, Verdict
 from perdure.train.logbook import Logbook, header_of
 from perdure.train.resume import Wish, changed_settings, resume_point
@@ -46,7 +46,8 @@ class Trainer:
         model: an `nn.Module` in place of the `model` section.
         optimizer: an optimizer over its parameters, in place of the `optimizer` section; its groups keep
             the ratios of their rates.
-        train_dataset: a map-style dataset in place of `train_dataset.dataloader`.
+        train_dataset: a map-style dataset in place of `train_dataset.dataloader`, or one to iterate over with
+            `state_dict` and `load_state_dict`.
         eval_dataset: likewise in place of `eval_dataset`, for `training.eval_interleaved_steps`.
         compute_loss_func: `f(model, batch)` gives (sum, count), or the mean loss over a micro-batch.
         callbacks: further callbacks, after the configured ones.
@@ -120,14 +121,12 @@ class Trainer:
         self.train_dataset = build.data(config, self.train_dataset)
         compute = build.policy_dtype(config, self.model, self.mesh)
         network = build.network(config, self.model, self.train_dataset, policy=compute is not None)
-        self.scaler = LossScaler.for_dtypes(
-            *(p.dtype for p in network.parameters()), config.model.extras().get("compute_dtype")
-        )
+        self.scaler = build.loss_scaler(config, network)
         self._parallel = parallelize(network, self.mesh, self.device, config, compute)
         self.model = self._parallel.model
         self.optimizer, self._rate = build.optimizer_and_schedule(config, self.model, self.optimizer, self.mesh)
-        self.loader = build.loader(config, self.train_dataset, self.mesh)
-        stack.callback(lambda: self.loader.close())
+        loader = feed(config, self.train_dataset, self.mesh, self.ranks, self.console.say)
+        self.loader = stack.enter_context(loader)
         self._left_out = LeftOut()
         self._moved: dict[str, Any] = {}
         self.health = HealthMonitor(config.monitor.health_checkpoint)
@@ -140,7 +139,7 @@ class Trainer:
                 config.checkpoint,
                 model=self.model,
                 optimizer=self.optimizer,
-                extra={**self._extra, **build.stateful(self._callbacks)},
+                extra={**self._extra, **build.stateful(self._callbacks), **data_state(self.loader)},
                 training=self._training_record,
                 restore_settings=False,
                 ranks=self.ranks,
@@ -162,29 +161,15 @@ class Trainer:
             skip_non_finite=training.use_skip_step_on_nan,
             health=self.health,
         )
+        self._hook("on_build")
 
     def _build_evaluation(self, stack: contextlib.ExitStack) -> Evaluation | None:
-        training = self.config.training
-        if not training.eval_interleaved_steps:
-            return None
-        self.eval_dataset = build.evaluation_data(self.config, self.eval_dataset)
-        if self.eval_dataset is None:
-            raise self.config.fault(
-                "training.eval_interleaved_steps", "there is nothing to evaluate on: eval_dataset is missing"
-            )
-        section = self.config.eval_dataset
-        evaluation = Evaluation(
-            self.eval_dataset,
-            loss=self._loss,
-            ranks=self.ranks,
-            mesh=self.mesh,
-            device=self.device,
-            global_batch_size=training.global_batch_size,
-            local_batch_size=training.local_batch_size,
-            workers=section.num_parallel_workers if section is not None else 0,
-            seed=training.seed,
-        )
-        stack.callback(evaluation.close)
+        config = self.config
+        if config.training.eval_interleaved_steps:
+            self.eval_dataset = build.evaluation_data(config, self.eval_dataset)
+        evaluation = build.evaluation(config, self.eval_dataset, self._loss, self.ranks, self.mesh, self.device)
+        if evaluation is not None:
+            stack.callback(evaluation.close)
         return evaluation
 
     # ---- resuming
@@ -211,10 +196,7 @@ class Trainer:
             self.health.load_state_dict(loaded.training.get("health", {}))
             self._leave_out(LeftOut() if point.data_afresh else LeftOut.of(loaded.training))
             self._moved = point.moved
-            self.loader.use_stretches(point.stretches)
-            self.loader.set_init_step(state.global_step)
-            if self.loader.consumed_samples != state.consumed_samples:
-                self.loader.seek(state.consumed_samples)
+            place(self.loader, point)
             self.scaler.load_state_dict(
                 {"scale": saved.loss_scale, "good_steps": loaded.training.get("loss_scale_good_steps", 0)}
             )
@@ -285,14 +267,31 @@ class Trainer:
             self._hook("on_save")
         self.console.step(state, result.tokens, self.checkpointer.last_saved_step)
 
-    def _evaluate(self) -> None:
-        state, every = self.state, self.config.training.eval_interleaved_steps
-        if self._evaluation is None or state.global_step % every:
-            return
+    def evaluates_at(self, step: int) -> bool:
+        """Whether the run evaluates after this step."""
+        return self._evaluation is not None and step % self.config.training.eval_interleaved_steps == 0
+
+    def evaluate(self) -> float:
+        """Mean loss over `eval_dataset` with the model as it is; to be called on every rank.
+
+        Raises:
+            UsageError: the run evaluates never: `training.eval_interleaved_steps` is 0.
+        """
+        if self._evaluation is None:
+            raise UsageError("there is nothing to evaluate on", hint="set training.eval_interleaved_steps")
         with self.ranks.phase.at("evaluating"):
-            state.eval_loss = self._evaluation.run(self._parallel)
-        self._logbook.evaluation(state)
-        self.console.say(f"step {state.global_step}: evaluation loss {state.eval_loss:.4f}")
+            return self._evaluation.run(self._parallel)
+
+    def log(self, **figures: float) -> None:
+        """Adds a line to metrics.jsonl: these figures at the present step."""
+        self._logbook.figures(self.state, figures)
+
+    def _evaluate(self) -> None:
+        state = self.state
+        if self.evaluates_at(state.global_step):
+            state.eval_loss = self.evaluate()
+            self.log(eval_loss=state.eval_loss)
+            self.console.say(f"step {state.global_step}: evaluation loss {state.eval_loss:.4f}")
 
     def _count_skipped(self, applied: bool) -> None:
         state, limit = self.state, self.config.training.max_consecutive_skipped_steps
@@ -350,11 +349,10 @@ class Trainer:
         return True
 
     def _leave_out(self, left_out: LeftOut) -> None:
-        """A loader that leaves out these samples and those found in this process."""
+        """Leaves out these samples and those found in this process."""
         self._left_out = left_out | self._left_out
         if self._left_out.ranges:
-            self.loader.close()
-            self.loader = build.loader(self.config, self.train_dataset, self.mesh, self._left_out.ranges)
+            self.loader.leave_out(self._left_out.ranges)
 
     def _finish(self, stop: StopRequest) -> None:
         """The last save, awaited; a stop by a signal is one more reason for it, and makes an evaluation wait for it."""
