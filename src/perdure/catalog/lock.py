@@ -82,7 +82,7 @@ class RootLock:
                     _wait_for_dead(path, fd, clock, sleep)
                 # Somebody may have removed the file between our opening and locking it: a lock on nothing.
                 if kernel is not False and _is_at(fd, path):
-                    _write(fd, owner)
+                    _write(fd, owner, path)
                     if kernel is None:
                         # Two that found the same dead holder both write; who reads itself back has it.
                         sleep(SETTLE_S)
@@ -221,9 +221,14 @@ def _read(fd: int) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _write(fd: int, owner: dict[str, Any]) -> None:
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps(owner).encode() + b"\n", 0)
+def _write(fd: int, owner: dict[str, Any], path: str) -> None:
+    text, done = json.dumps(owner).encode() + b"\n", 0
+    try:
+        os.ftruncate(fd, 0)
+        while done < len(text):
+            done += os.pwrite(fd, text[done:], done)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
 
 
 def _place() -> dict[str, str]:

@@ -18,6 +18,7 @@ from perdure.catalog.root import Iteration, Root
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.priority import lower_priority
 from perdure.engine.ranks import Ranks
+from perdure.engine.shared import check_shared
 from perdure.errors import SaveError, UsageError
 from perdure.storage.base import Storage
 
@@ -76,6 +77,12 @@ class SaveRoot:
         self._config, self._ranks, self._say = config, ranks, say
         if config.enable_save:
             ranks.together(self._open if ranks.is_first else lambda: None, "opening the save root")
+            try:
+                check_shared(self.root, ranks)
+            except BaseException:
+                self.release()
+                raise
+            ranks.together(self._recover if ranks.is_first else lambda: None, "clearing up in the save root")
 
     @property
     def started(self) -> bool:
@@ -225,7 +232,14 @@ class SaveRoot:
                 hint="name a directory that can be: checkpoint.save_path (default: `checkpoint` in output_dir)",
             ) from error
         self.lock = RootLock.acquire(self.root.path, attempt=self.attempt)
-        for line in recover(self.root, self.attempt):
+
+    def _recover(self) -> None:
+        try:
+            lines = recover(self.root, self.attempt)
+        except OSError:
+            self.release()
+            raise
+        for line in lines:
             self._say(line)
 
     def release(self) -> None:
