@@ -126,7 +126,8 @@ def _collect(name: str, value: Any, rank: int) -> _Collected:
     shared = {
         "per_rank": per_rank,
         "everywhere": not of_module,
-        "digest": "" if per_rank else _digest(tree, tensors),
+        # Each rank has parts of its own of tensors that lie as the model's do.
+        "digest": "" if per_rank else _digest(tree, [] if hasattr(value, "layout_of") else tensors),
         "tree": tree if per_rank or of_module else None,
     }
     return _Collected(name, tree, tensors, shared)

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from perdure.errors import UnsupportedStateError
 from perdure.state.shards import NamedTensor, describe, is_plain
 
-__all__ = ["extra_states", "frozen_names", "model_tensors", "named_modules", "named_parameters", "parameter_names"]
+__all__ = [
+    "extra_states",
+    "frozen_names",
+    "live_tensors",
+    "model_tensors",
+    "named_modules",
+    "named_parameters",
+    "parameter_names",
+]
 
 # Wrapper class -> attribute of what it wraps, by name, so that none of them need be imported.
 _WRAPPERS = {
@@ -100,15 +108,14 @@ def model_tensors(model: nn.Module, *, values: bool = True) -> list[NamedTensor]
 
 def frozen_names(model: nn.Module) -> frozenset[str]:
     """The names, as `model_tensors` gives them, of parameters that require no gradient."""
+    live = live_tensors(model).items()
+    return frozenset(name for name, tensor in live if isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
+
+
+def live_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by the names of `model_tensors`, each once."""
     first: dict[tuple[object, ...], str] = {}
-    for name, tensor in _named(model):
-        first.setdefault(_identity(tensor), name)
-    names = set(first.values())
-    return frozenset(
-        name
-        for name, tensor in _named(model)
-        if name in names and isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    )
+    return {name: tensor for name, tensor in _named(model) if first.setdefault(_identity(tensor), name) == name}
 
 
 def named_parameters(model: nn.Module) -> list[tuple[nn.Parameter, str]]:

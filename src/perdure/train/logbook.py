@@ -133,12 +133,11 @@ class Logbook:
             }
         )
 
-    def evaluation(self, state: TrainerState) -> None:
-        """An evaluation is done."""
+    def figures(self, state: TrainerState, figures: dict[str, float]) -> None:
+        """Figures at the present step that not every step has."""
         if self._metrics is not None:
-            self._metrics.write(
-                {"step": state.global_step, "eval_loss": number(state.eval_loss), "attempt": state.attempt}
-            )
+            told = {name: number(value) for name, value in figures.items()}
+            self._metrics.write({"step": state.global_step, **told, "attempt": state.attempt})
 
     def sync(self) -> tuple[int, str]:
         """Makes the ledger durable; its length and digest, 0 and "" without one."""

@@ -17,6 +17,9 @@ class Callback:
     `load_state_dict` is saved and restored with the run.
     """
 
+    def on_build(self, trainer: Any, state: TrainerState) -> None:
+        """Model, optimizer and data are built, and nothing is loaded yet."""
+
     def on_train_begin(self, trainer: Any, state: TrainerState) -> None:
         """Model, optimizer and data are built and, on a resume, loaded."""
 
