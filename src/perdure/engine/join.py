@@ -6,8 +6,11 @@ and because a launcher's restart finds the keys of the start before in the launc
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import sys
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -20,7 +23,7 @@ from perdure.engine import ranks
 from perdure.engine.watch import Phase, Watch
 from perdure.errors import RanksError
 
-__all__ = ["join", "leave_together"]
+__all__ = ["end_process", "join", "leave_together"]
 
 _LAST_S = 5.0
 
@@ -58,6 +61,7 @@ def join(deadline_s: float = ranks.DEADLINE_S) -> None:
         deadline_s=deadline_s,
         neighbours=ranks.neighbours(rank, size),
         joined=True,
+        serves=rank == 0 and not by_launcher,
     )
     try:
         _wait_for_all(store, prefix, rank, size, watch, deadline_s)
@@ -123,7 +127,7 @@ def _wait_for_all(store: Any, prefix: str, rank: int, size: int, watch: Watch, d
             f"rank{'s' * (len(missing) > 1)} {who} did not join within {deadline_s:g} s",
             hint="look at the first error of these ranks and their hosts",
         )
-    end = time.monotonic() + deadline_s
+    end = time.monotonic() + deadline_s + _LAST_S  # rank 0, which knows who is missing, is to be the first to give up
     while not store.check([f"{prefix}/all"]):
         watch.check()
         if time.monotonic() > end:
@@ -157,3 +161,20 @@ def leave_together() -> None:
         end = time.monotonic() + _LAST_S
         while watch.rank == 0 and int(store.add("gone", 0)) < watch.size and time.monotonic() < end:
             time.sleep(0.02)
+
+
+def end_process(code: int) -> None:
+    """Ends a rank, if this process is one, without running C++'s destructors; returns if it is none.
+
+    Threads of process groups may still be at work when statics are destroyed, which aborts now and then.
+    """
+    if ranks.present_watch() is None:
+        return
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

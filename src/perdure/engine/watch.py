@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -83,11 +83,11 @@ class Phase:
         self.doing, self.since = doing, time.monotonic()
 
     @contextlib.contextmanager
-    def at(self, doing: str, *, waiting: bool = False) -> Any:
-        """Does this while the body runs; an error leaves it standing."""
+    def at(self, doing: str, *, waiting: bool = False, counts: bool = True) -> Iterator[None]:
+        """Does this while the body runs; an error leaves it standing. An exchange `counts` if all ranks enter it."""
         before = self.doing
         self.set(doing)
-        self.exchange += waiting
+        self.exchange += waiting and counts
         self.waiting = waiting
         yield
         self.waiting = False
@@ -126,6 +126,7 @@ class Watch:
         deadline_s: after so long without a sign of life a rank counts as lost.
         neighbours: ranks of this machine, whose death is seen at once.
         joined: whether the process group is ours, too, and ends when all ranks leave together.
+        serves: whether this process holds the store, which the others then must have read before it ends.
     """
 
     def __init__(
@@ -138,8 +139,9 @@ class Watch:
         deadline_s: float,
         neighbours: Sequence[int],
         joined: bool = False,
+        serves: bool = False,
     ) -> None:
-        self.joined = joined
+        self.joined, self._serves = joined, serves
         self.rank, self.size, self.phase, self.deadline_s = rank, size, phase, deadline_s
         self.word: Word | None = None
         self.noticed = False
@@ -152,6 +154,7 @@ class Watch:
         self._count, self._looked_at, self._since_word = 0, time.monotonic(), 0.0
         self._signs: dict[int, Sign] = {}
         self._wake, self._looked, self._told = threading.Event(), threading.Event(), threading.Event()
+        self._heard_by_all = threading.Event()
         self._wanted = self._leaving = False
         # One store serves all: about a thousand requests a second, however many ranks there are.
         self._period = max(PERIOD_S, size / 1000)
@@ -174,6 +177,8 @@ class Watch:
             self._mine = mine
             self._wake.set()
             self._told.wait(LOOK_S)
+        if self._serves:
+            self._heard_by_all.wait(2 * self._period + 1)
         return self.word or mine
 
     def await_word(self, seconds: float) -> Word | None:
@@ -214,16 +219,28 @@ class Watch:
         return dict(self._signs)
 
     def missing(self) -> list[str]:
-        """Who has not come to the exchange under way, each with what it does or did last; at most five are told."""
-        signs, exchange = self.signs(), self.phase.exchange
-        late = [r for r in range(self.size) if r != self.rank and not _there(signs.get(r), exchange)]
+        """Who keeps this rank waiting, each with what it does or did last; at most five are told.
+
+        Those that give no sign of life; else those that have not come to the exchange under way; else,
+        in a collective of the model's, all others.
+        """
+        before = self.signs()
+        time.sleep(2 * self._period + 0.5)
+        signs = self.signs()
+        others = [r for r in range(self.size) if r != self.rank]
+        silent = [r for r in others if r not in signs or (r in before and signs[r].count == before[r].count)]
+        late = [r for r in others if r not in silent and not _there(signs[r], self.phase.exchange)]
         told = [
-            f"rank {r} gave no sign of life"
-            if (sign := signs.get(r)) is None
-            else f"rank {r} on {sign.host} was {sign.words()}"
-            for r in late[:5]
+            f"rank {r} on {signs[r].host} gives no sign of life, it was last {signs[r].words()}"
+            if r in signs
+            else f"rank {r} never gave a sign of life"
+            for r in silent
         ]
-        return [*told, f"and {len(late) - 5} more"] if len(late) > 5 else told
+        if not silent:
+            told = [
+                f"rank {r} on {signs[r].host} is {signs[r].words()}" for r in (self.phase.waiting and late) or others
+            ]
+        return [*told[:5], f"and {len(told) - 5} more"] if len(told) > 5 else told
 
     def leave(self) -> None:
         """This rank has ended well; the others don't take it for dead."""
@@ -281,6 +298,8 @@ class Watch:
 
     def _exchange_words(self) -> None:
         if self.word is not None:
+            if self._serves and int(self._store.add("heard", 0)) >= self.size:
+                self._heard_by_all.set()
             return
         if self._mine is not None:
             counts = self._store.compare_set("word", "", msgspec.json.encode(self._mine).decode())
@@ -292,6 +311,8 @@ class Watch:
         if self.word is None:
             self._since_word = time.monotonic()
             self.word = word
+            with contextlib.suppress(RuntimeError):
+                self._store.add("heard", 1)
         self._told.set()
 
     def _read(self, rank: int) -> Sign | None:
@@ -352,8 +373,8 @@ class Watch:
         os._exit(128 + word.signal if word.signal else 1)
 
 
-def _there(sign: Sign | None, exchange: int) -> bool:
-    return sign is not None and (sign.exchange > exchange or (sign.exchange == exchange and sign.waiting))
+def _there(sign: Sign, exchange: int) -> bool:
+    return sign.exchange > exchange or (sign.exchange == exchange and sign.waiting)
 
 
 def _alive(pid: int) -> bool:

@@ -91,8 +91,8 @@ class StopRequest:
             yield
         finally:
             signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-            for number, handler in before.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            for known, handler in before.items():
+                signal.signal(known, handler if handler is not None else signal.SIG_DFL)
             os.close(writer)  # the thread reads the end of it
             thread.join()
             os.close(reader)
