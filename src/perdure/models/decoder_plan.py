@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
@@ -38,19 +39,24 @@ def decoder_plan(model: Decoder, degree: int) -> dict[str, Any]:
         )
     plan: dict[str, Any] = {}
     names = list(model.layers)
+    whole_in: dict[str, Any] = {
+        "input_layouts": (Replicate(), None, None),
+        "desired_input_layouts": (Shard(1), None, None),
+    }
+    whole_out: dict[str, Any] = {"output_layouts": Shard(1), "desired_output_layouts": Replicate()}
     if model.embed_tokens is not None:
         plan["embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-    else:
-        plan[f"layers.{names[0]}"] = PrepareModuleInput(
-            input_layouts=(Replicate(), None, None), desired_input_layouts=(Shard(1), None, None), use_local_output=True
+    elif model.norm is None and len(names) == 1:
+        plan[f"layers.{names[0]}"] = PrepareModuleInputOutput(
+            **whole_in, **whole_out, use_local_input=True, use_local_output=True
         )
+    else:
+        plan[f"layers.{names[0]}"] = PrepareModuleInput(**whole_in, use_local_output=True)
     if model.norm is not None:
         plan["norm"] = SequenceParallel()
         plan["lm_head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
     else:
-        plan[f"layers.{names[-1]}"] = PrepareModuleOutput(
-            output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=True
-        )
+        plan.setdefault(f"layers.{names[-1]}", PrepareModuleOutput(**whole_out, use_local_output=True))
     for index in names:
         block = f"layers.{index}"
         plan |= {

@@ -33,11 +33,13 @@ class Tied:
 
 @torch.no_grad()
 def settle(parameters: Iterable[Tensor]) -> None:
-    """Finishes reductions that tensor parallelism has left pending in the gradients of `parameters`."""
+    """Brings the gradients of `parameters` into their layout: tensor parallelism leaves sums pending in some, and
+    others whole."""
     for parameter in parameters:
         gradient: Any = parameter.grad
-        if gradient is not None and any(p.is_partial() for p in getattr(gradient, "placements", ())):
-            parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        placements = getattr(parameter, "placements", None)
+        if placements is not None and getattr(gradient, "placements", placements) != placements:
+            parameter.grad = gradient.redistribute(placements=placements)
 
 
 def sum_over_replicas(gradients: Sequence[Tensor], group: Any) -> None:

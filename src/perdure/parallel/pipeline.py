@@ -7,8 +7,10 @@ the model once. What travels between ranks is hidden states, and their gradients
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -83,7 +85,8 @@ class Pipeline:
         indices = torch.arange(micro_batches)
         first = (indices,) if self._stages[0].is_first else ()
         try:
-            self._schedules[key].step(*first, target=indices, index=indices)
+            with _quiet():
+                self._schedules[key].step(*first, target=indices, index=indices)
         except RuntimeError as error:
             own = _own(error)
             if own is None:
@@ -205,6 +208,17 @@ def _called(how_often: str) -> UsageError:
 def first_argument(model: nn.Module) -> str:
     """The name of the first argument of a model's forward."""
     return next(iter(inspect.signature(model.forward).parameters))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's print of the whole schedule when a stage fails; the error itself says enough."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _the_loss(output: Tensor, target: Tensor) -> Tensor:

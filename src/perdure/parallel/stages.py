@@ -1,9 +1,10 @@
 """A model cut into pipeline stages by layers, every name as in the whole model.
 
 A model says by a method `pipeline_plan()` in which order its modules work: three lists of names, what comes before
-the layers, the layers, and what comes after them. A stage is the same model without the modules that it does not
-hold: an attribute becomes None, an item of a ModuleDict is missing, an item of a ModuleList lets its first argument
-pass. Its `forward` then takes the hidden states of the stage before in place of the model's first argument.
+the layers, the layers, and what comes after them (an `nn.Sequential` needs none). A stage is the same model without
+the modules that it does not hold: an attribute becomes None, an item of a ModuleList, ModuleDict or Sequential is not
+met when one iterates. Its `forward` then takes the hidden states of the stage before in place of the model's first
+argument.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -40,13 +40,6 @@ class Cut:
     def stages_of(self, parameter: str) -> set[int]:
         """The stages that hold a parameter."""
         return {number for number, names in enumerate(self.held) if _inside(parameter, names)}
-
-
-class Passing(nn.Module):
-    """Stands for a layer that another stage holds."""
-
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return x
 
 
 def layer_names(model: nn.Module) -> list[str]:
@@ -87,6 +80,8 @@ def cut(model: nn.Module, layers: Sequence[range]) -> Cut:
 
 def _plan(model: nn.Module) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
     method = getattr(model, "pipeline_plan", None)
+    if method is None and isinstance(model, nn.Sequential):
+        return [], list(model._modules), []
     if method is None:
         raise UsageError(
             f"parallelism.pipeline_parallel: {type(model).__name__} has no plan for it",
@@ -113,10 +108,11 @@ def without(model: nn.Module, absent: Collection[str]) -> nn.Module:
         head, _, rest = name.partition(".")
         if rest:
             inner[head].add(rest)
-        elif isinstance(made, nn.ModuleDict):
+        elif isinstance(made, nn.ModuleDict | nn.ModuleList | nn.Sequential):
+            # Iterating goes over what is there, under the keys that it has in the whole model.
             del made._modules[head]
         else:
-            made._modules[head] = Passing() if isinstance(made, nn.ModuleList) else None
+            made._modules[head] = None
     for head, names in inner.items():
         child = made._modules[head]
         assert child is not None
@@ -133,7 +129,7 @@ def put_tied(container: nn.Module, whole: nn.Module, names: Sequence[str], param
         path, _, own = name.rpartition(".")
         parent = container.get_submodule(path.rpartition(".")[0])
         last = path.rpartition(".")[2]
-        if isinstance(parent._modules.get(last), Passing | None):
+        if parent._modules.get(last) is None:
             kept = _shallow(whole.get_submodule(path))
             kept._modules, kept._buffers, kept._parameters = {}, {}, {}
             order = whole.get_submodule(path.rpartition(".")[0])._modules
