@@ -48,6 +48,8 @@ class IterableLoader(SteppedLoader):
         UsageError: sizes do not fit each other, or an argument is out of its range.
     """
 
+    by_state = True
+
     def __init__(
         self,
         dataset: Any,

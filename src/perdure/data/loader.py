@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from perdure.data.fetch import Fetcher, Task, where
 from perdure.data.growth import GrownOrder, Stretches
+from perdure.data.identity import differences
 from perdure.data.order import MAX_LENGTH, EpochOrder, Order
 from perdure.data.record import StreamRecord
 from perdure.data.share import Runs, Share, make_share, positions_of
@@ -142,6 +143,33 @@ class ResumableLoader(SteppedLoader):
             skip_ranges=list(self.plan.skips.ranges),
             identity=self.identity(),
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it is a position in: for a loop that registers its loader (`extra=`)."""
+        return {
+            "consumed_samples": self._consumed,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "stretches": [list(stretch) for stretch in self._stretches],
+            "identity": self.identity(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to a position, if it is one in the same stream of samples.
+
+        Raises:
+            DataError: data, order or seed are not those of the state.
+        """
+        present = self.state_dict()
+        found = differences(state["identity"], present["identity"], consumed_samples=state["consumed_samples"])
+        found += [f"{key}: {state[key]} -> {present[key]}" for key in ("seed", "shuffle") if state[key] != present[key]]
+        if found:
+            raise DataError(
+                "the data are not those that the checkpoint was trained on:\n  " + "\n  ".join(found),
+                hint="bring them back, or leave the loader out of the registered objects to go on by position alone",
+            )
+        self.use_stretches(state["stretches"])
+        self.seek(state["consumed_samples"])
 
     def _order_of_data(self) -> Order:
         own: Callable[[int, bool], Order] | None = getattr(self._dataset, "stream_order", None)

@@ -39,7 +39,7 @@ class SharedLoader(SteppedLoader):
     """
 
     def __init__(self, loader: SteppedLoader, group: Any, ranks: Sequence[int]) -> None:
-        if hasattr(loader, "state_dict"):
+        if loader.by_state:
             raise UsageError(
                 "use_distribute_dataset: data that can only be read in a row must be read by every rank",
                 hint="leave it out, or use a map-style data set",

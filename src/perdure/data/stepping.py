@@ -76,7 +76,12 @@ class SteppedLoader(ABC):
     Args:
         share: which positions make up a step, and which of them are this rank's.
         length: samples of an epoch; 0 where unknown.
+
+    Attributes:
+        by_state: going on needs a state of the data set; a position alone does not find the next sample.
     """
+
+    by_state = False
 
     def __init__(self, share: Share, length: int) -> None:
         self.share = share

@@ -82,4 +82,4 @@ def place(loader: SteppedLoader, point: ResumePoint) -> None:
 
 def data_state(loader: SteppedLoader) -> dict[str, Any]:
     """What is registered with the checkpoint, by name: a loader whose position is a state of the data set."""
-    return {"train_dataset": loader} if hasattr(loader, "state_dict") else {}
+    return {"train_dataset": loader} if loader.by_state else {}

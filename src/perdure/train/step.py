@@ -22,6 +22,7 @@ from perdure.engine.ranks import Ranks
 from perdure.errors import TrainingError, UsageError
 from perdure.optim.scaler import LossScaler
 from perdure.parallel.apply import Parallel
+from perdure.parallel.buffers import SharedBuffers
 from perdure.parallel.gradients import global_norm, scale, settle, sum_over_replicas, sum_tied
 from perdure.parallel.mesh import Mesh
 from perdure.state.random import seed_streams
@@ -93,6 +94,7 @@ class TrainStep:
         health: HealthMonitor,
     ) -> None:
         self._parallel, self._model, self._optimizer, self._loss = parallel, parallel.model, optimizer, loss
+        self._buffers = SharedBuffers(parallel.model, mesh)
         self._ranks, self._mesh, self._device, self._scaler = ranks, mesh, device, scaler
         self._seed, self._max_norm, self._skip, self._health = seed, max_norm, skip_non_finite, health
 
@@ -168,6 +170,7 @@ class TrainStep:
                 group["lr"] = rate(group)
             self._optimizer.step()
         self._scaler.update(finite)
+        self._buffers.follow()
         self._optimizer.zero_grad(set_to_none=True)
         stopped = next((int(number) for number, votes in zip(SIGNALS, wishes, strict=True) if votes), 0)
         ids = int(low) + (int(high) << 32) & (1 << 64) - 1
@@ -213,7 +216,7 @@ def loss_and_count(loss: LossFunction, model: nn.Module, data: Any, samples: int
     Raises:
         UsageError: the loss function gave something else than a number, or a number and a count.
     """
-    output = loss(model, data)
+    output: Any = loss(model, data)
     value, count = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
         found = f"a {value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:100]

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from perdure.data.loader import ResumableLoader, StepBatch
 from perdure.data.order import EpochOrder
+from perdure.engine.progress import Progress
 from perdure.errors import DataError, UsageError
 
 
@@ -128,6 +129,7 @@ def test_resume_reads_progress() -> None:
     class Progress:
         global_step = 7
         global_batch_size = 4
+        dataset_length = 0
         consumed_samples: int | None = 30
 
     loader = ResumableLoader(Numbers(37), global_batch_size=4)
@@ -138,6 +140,47 @@ def test_resume_reads_progress() -> None:
     unknown.consumed_samples = None
     loader.resume(unknown)
     assert loader.consumed_samples == 28
+
+
+def test_resume_brings_progress_in_line_with_the_loader() -> None:
+    fresh = Progress()
+    ResumableLoader(Numbers(37), global_batch_size=4).resume(fresh)
+    fresh.advance()
+    assert (fresh.global_step, fresh.consumed_samples, fresh.dataset_length) == (1, 4, 37)
+    halved = Progress(12, 96, 8)
+    ResumableLoader(Numbers(64), global_batch_size=16).resume(halved)
+    halved.advance()
+    assert (halved.global_step, halved.consumed_samples, halved.epoch_num) == (7, 112, 1)
+    uneven = Progress(7, 28, 4)
+    loader = ResumableLoader(Numbers(64), global_batch_size=3)
+    with pytest.warns(UserWarning, match=r"step 7 x 4 / 3 is not whole; it was rounded down to 9.*sample 28"):
+        loader.resume(uneven)
+    assert (uneven.global_step, loader.consumed_samples) == (9, 28)
+    along = Progress(5, 10, 2)
+    ramp = ResumableLoader(Numbers(64), global_batch_size=8, local_batch_size=2, rampup=[2, 2, 30])
+    ramp.resume(along)
+    assert (along.global_step, along.global_batch_size) == (5, ramp.plan.batch_at(10))
+
+
+def test_a_registered_loader_knows_its_place_and_its_stream() -> None:
+    def loader(length: int = 37, **settings: Any) -> ResumableLoader:
+        return ResumableLoader(Numbers(length), global_batch_size=4, **{"seed": 3, **settings})
+
+    first = loader()
+    ids = all_ids(first, 3)
+    state = first.state_dict()
+    again = loader()
+    again.load_state_dict(state)
+    assert again.consumed_samples == 12
+    assert all_ids(again, 5) == all_ids(first, 5) != ids
+    for other, said in (
+        (loader(seed=4), "seed: 3 -> 4"),
+        (loader(shuffle=False), "shuffle: True -> False"),
+        (loader(36), "length: 37 -> 36"),
+    ):
+        with pytest.raises(DataError, match=said):
+            other.load_state_dict(state)
+        assert other.consumed_samples == 0
 
 
 def test_a_far_jump_reads_nothing() -> None:
