@@ -27,7 +27,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "replicate 2": (2, ("parallelism.data_parallel_replicate=2",)),
     "shard 2": (2, ()),
     "shard 3, uneven": (3, ()),
-    "tensor 2": (2, TENSOR),
+    "tensor 2, one reader": (
+        2,
+        (*TENSOR, "train_dataset.use_distribute_dataset=true", "train_dataset.num_parallel_workers=1"),
+    ),
     "replicate 2 x shard 2": (4, ("parallelism.data_parallel_replicate=2",)),
     "shard 2 x tensor 2": (4, TENSOR),
 }
