@@ -23,6 +23,7 @@ from perdure.optim.schedules import build_schedule
 from perdure.parallel.mesh import Mesh
 from perdure.train.callbacks.base import Callback
 from perdure.train.evaluate import Evaluation
+from perdure.train.resume import drawing_layout
 from perdure.train.step import LossFunction
 
 __all__ = [
@@ -205,6 +206,7 @@ def settings_of(config: TrainConfig, optimizer: Any) -> dict[str, Any]:
         "training.use_skip_step_on_nan": training.use_skip_step_on_nan,
         "training.rampup_batch_size": training.rampup_batch_size and list(training.rampup_batch_size),
         "training.skip_ranges": [list(pair) for pair in training.skip_ranges],
+        **drawing_layout(config),
     }
     for key, value in config.model.extras().items():
         if value is None or isinstance(value, bool | int | float | str):

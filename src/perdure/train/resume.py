@@ -13,7 +13,7 @@ from perdure.data.identity import differences, has_grown
 from perdure.engine.progress import Progress
 from perdure.errors import DataError, MismatchError
 
-__all__ = ["ResumePoint", "Wish", "changed_settings", "resume_point"]
+__all__ = ["ResumePoint", "Wish", "changed_settings", "drawing_layout", "resume_point"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Wish:
     ignore_data_skip: bool = False
     data_skip_steps: int = 0
     accept_growth: bool = False
+    layout: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: TrainConfig) -> Wish:
@@ -44,6 +45,7 @@ class Wish:
             ignore_data_skip=training.ignore_data_skip,
             data_skip_steps=training.data_skip_steps,
             accept_growth=training.accept_data_growth,
+            layout=drawing_layout(config),
         )
 
     @property
@@ -100,9 +102,13 @@ def resume_point(saved: Progress, training: Mapping[str, Any], wish: Wish, datas
     point.moved = fresh_wishes
     _take_in_growth(point, training, dataset)
     _scale(point, saved, wish)
-    local = training.get("settings", {}).get("training.local_batch_size", wish.local_batch_size)
-    if local != wish.local_batch_size:
-        point.notes.append("the same samples, but other random draws in the model (local_batch_size has changed)")
+    draws = {"training.local_batch_size": wish.local_batch_size, **wish.layout}
+    settings = training.get("settings", {})
+    changed = [key.partition(".")[2] for key, value in draws.items() if settings.get(key, value) != value]
+    if changed:
+        verb = "has" if len(changed) == 1 else "have"
+        text = f"the same samples, but other random draws in the model ({', '.join(changed)} {verb} changed)"
+        point.notes.append(text)
     if "ignore_data_skip" in fresh_wishes:
         point.consumed_samples, point.data_afresh, point.stretches = 0, True, ()
         point.notes.append("data start afresh (ignore_data_skip)")
@@ -159,6 +165,16 @@ def _scale(point: ResumePoint, saved: Progress, wish: Wish) -> None:
     point.warnings.append(
         f"training.steps is not scaled: {max(wish.steps - step, 0)} steps of {new} samples remain until {wish.steps}"
     )
+
+
+def drawing_layout(config: TrainConfig) -> dict[str, Any]:
+    """The keys of the layout on which random draws in the model depend: which part of it a rank draws for."""
+    keys = ("tensor_parallel", "pipeline_parallel", "pipeline_parallel_interleave_num")
+    told = {f"parallelism.{key}": getattr(config.parallelism, key) for key in keys}
+    if config.parallelism.pipeline_parallel > 1:
+        key = "pipeline_parallel_layers_per_stage"
+        told[f"parallelism.{key}"] = getattr(config.parallelism, key) or "auto"
+    return told
 
 
 def changed_settings(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
