@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from perdure.config.schema import DataloaderConfig, TrainConfig
+from perdure.data.columns import Columns
+from perdure.data.iterable import is_iterable
 from perdure.data.sources.registry import build_source, source_keys
 from perdure.engine.ranks import Ranks
 from perdure.errors import ConfigError, UsageError
@@ -47,15 +49,17 @@ Rate = Callable[[int, int, int], float]
 def data(config: TrainConfig, given: Any) -> Any:
     """The training data: what was passed, or what `train_dataset.dataloader` describes."""
     if given is not None:
-        return given
+        return _columns(config, config.train_dataset.dataloader, "train_dataset", given)
     config.require(train_dataset=True)
     return _source(config, config.train_dataset.dataloader, "train_dataset")
 
 
 def evaluation_data(config: TrainConfig, given: Any) -> Any:
     """The evaluation data: what was passed, what `eval_dataset.dataloader` describes, or None."""
-    if given is not None or config.eval_dataset is None:
+    if config.eval_dataset is None:
         return given
+    if given is not None:
+        return _columns(config, config.eval_dataset.dataloader, "eval_dataset", given)
     if config.eval_dataset.dataloader.type is None:
         raise config.fault("eval_dataset.dataloader.type", "missing; expected a source's name or an import path")
     return _source(config, config.eval_dataset.dataloader, "eval_dataset")
@@ -91,8 +95,21 @@ def _source(config: TrainConfig, section: DataloaderConfig, name: str) -> Any:
 
     keys = section.extras()
     if "column_names" in source_keys(str(section.type), fault=fault):
-        keys = {"column_names": section.column_names, **keys}
-    return build_source(str(section.type), keys, fault=fault)
+        return build_source(str(section.type), {"column_names": section.column_names, **keys}, fault=fault)
+    return _columns(config, section, name, build_source(str(section.type), keys, fault=fault))
+
+
+def _columns(config: TrainConfig, section: DataloaderConfig, name: str, dataset: Any) -> Any:
+    """The data set, with just the columns that were asked for."""
+    if section.column_names == type(section).model_fields["column_names"].default:
+        return dataset
+    key = f"{name}.dataloader.column_names"
+    if is_iterable(dataset):
+        raise config.fault(key, "data that can only be read in a row are delivered as they are; leave it out")
+    try:
+        return Columns(dataset, section.column_names)
+    except UsageError as error:
+        raise config.fault(key, error.message) from error
 
 
 def network(config: TrainConfig, given: nn.Module | None, dataset: Any, *, policy: bool = False) -> nn.Module:
