@@ -8,7 +8,7 @@ import numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perdure.format.box import Box, cover_fault, intersect, runs, whole
+from perdure.format.box import Box, boxes_of_run, cover_fault, intersect, runs, whole
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -126,3 +126,21 @@ def test_runs_agree_with_numpy_slicing(data: st.DataObject) -> None:
     assert found == memory[window(inner, outer)].flatten().tolist()
     starts = [start for start, _ in runs(outer, inner)]
     assert starts == sorted(starts)
+
+
+@given(st.data())
+def test_boxes_of_a_run_are_its_elements_in_order(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    outer = data.draw(inside(shape))
+    start = data.draw(st.integers(0, outer.numel))
+    count = data.draw(st.integers(0, outer.numel - start))
+    places = numpy.arange(prod(shape)).reshape(shape)
+    flat = places[window(outer, whole(shape))].reshape(-1)
+    found, at = [], start
+    for box, first in boxes_of_run(outer, start, count):
+        assert first == at
+        assert box.numel > 0
+        found += places[window(box, whole(shape))].reshape(-1).tolist()
+        at += box.numel
+    assert found == flat[start : start + count].tolist()
+    assert len(list(boxes_of_run(outer, start, count))) <= max(1, 2 * len(shape))

@@ -7,7 +7,7 @@ bad file doesn't hide the others.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from perdure.catalog.choose import locate
 from perdure.catalog.foreign import recognise
@@ -197,11 +197,13 @@ def _check_names(directory: Directory, commit: CommitRecord, metadata: Checkpoin
 
 
 def check_data(
-    files: ShardFiles, content: IterationContent, progress: Callable[[int], None] | None = None
+    files: ShardFiles,
+    content: IterationContent,
+    indices: Iterable[int],
+    progress: Callable[[int], None] | None = None,
 ) -> Iterator[Problem]:
-    """Reads every shard of an iteration in file order and compares every block with its digest."""
-    indices = set(range(len(content.metadata.files)))
-    yield from _check_shards(files, content.metadata, indices, progress or (lambda count: None))
+    """Reads every shard of some files of an iteration, in file order, and compares every block with its digest."""
+    yield from _check_shards(files, content.metadata, set(indices), progress or (lambda count: None))
 
 
 def _check_shards(

@@ -21,11 +21,11 @@ from perdure.config.schema import CheckpointConfig
 from perdure.engine.balance import read_balanced
 from perdure.engine.find import find_checkpoint
 from perdure.engine.live import Live
-from perdure.engine.load import LoadPlan, few, held_names
+from perdure.engine.load import LoadPlan, check_config, few, held_names
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.engine.reader import ShardSource
-from perdure.engine.renamed import RenamedShards
+from perdure.engine.renamed import under_old_names
 from perdure.engine.saveroot import SaveRoot
 from perdure.engine.told import Told
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError
@@ -109,6 +109,8 @@ class Restore:
         else:
             iteration = self._iteration(source, found["dirname"])
             loaded = self._load_or_fall_back(source, iteration, found["named"], found["weights_only"])
+        if self._config.load_balanced and self._ranks.size == 1:
+            loaded.notes.append("load_balanced brings nothing on one process")
         loaded.seconds = time.monotonic() - started
         return loaded
 
@@ -148,15 +150,15 @@ class Restore:
             directory = stack.enter_context(
                 self._ranks.together(lambda: source.open(iteration), "opening the checkpoint")
             )
-            content = self._ranks.together(lambda: read_iteration(directory), "reading the metadata")
+            content = self._content(directory)
             renamed = self._renamed(content.metadata, iteration.path)
             plan = self._plan(renamed.metadata if renamed else content.metadata, iteration.path, weights_only)
             files = stack.enter_context(
                 self._ranks.together(lambda: open_shards(directory, content), "opening the shards")
             )
-            source_of = RenamedShards(files, renamed) if renamed else files
-            first = (files, content) if self._config.verify_on_load == "first" else None
-            count = self._read(plan, source_of, first)
+            if renamed is not None:
+                plan.fills = under_old_names(plan.fills, renamed, content.metadata)
+            count = self._read(plan, files, content.metadata, (files, content))
         return Loaded(
             path=iteration.path,
             root=source.path,
@@ -184,7 +186,8 @@ class Restore:
             renamed = self._ranks.together(lambda: rename(content.metadata, rules, path), "renaming")
             plan = self._plan(renamed.metadata, path, weights_only)
             files = stack.enter_context(ShardFiles(directory, content.metadata, None))
-            count = self._read(plan, RenamedShards(files, renamed), renamed.metadata, None)
+            plan.fills = under_old_names(plan.fills, renamed, content.metadata)
+            count = self._read(plan, files, content.metadata, None)
         return Loaded(
             path=path,
             root=source.path,
@@ -234,21 +237,25 @@ class Restore:
         return self._ranks.together(lambda: read_iteration(Told(directory.path, told)), doing)
 
     def _read(
-        self, plan: LoadPlan, files: ShardSource, metadata: CheckpointMetadata, content: IterationContent | None
+        self,
+        plan: LoadPlan,
+        source: ShardSource,
+        metadata: CheckpointMetadata,
+        checkable: tuple[ShardFiles, IterationContent] | None,
     ) -> int:
         """Fills everything and sets what was read; what has digests is checked whole before, if that is wished."""
         threads = max(2, self._config.reshard_worker_num)
         verify = self._config.verify_on_load != "off"
-        if content is not None and self._config.verify_on_load == "first":
-            self._ranks.together(lambda: self._check_share(files, content), "checking the checkpoint")
+        if checkable is not None and self._config.verify_on_load == "first":
+            self._ranks.together(lambda: self._check_share(*checkable), "checking the checkpoint")
         if self._balanced:
-            count = read_balanced(files, plan.fills, metadata, self._ranks, threads=threads, verify=verify)
+            count = read_balanced(source, plan.fills, metadata, self._ranks, threads=threads, verify=verify)
         else:
-            count = self._ranks.together(lambda: plan.read(files, threads=threads, verify=verify), "loading")
+            count = self._ranks.together(lambda: plan.read(source, threads=threads, verify=verify), "loading")
         self._ranks.together(plan.finish, "setting the loaded state")
         return count
 
-    def _check_share(self, files: Any, content: IterationContent) -> None:
+    def _check_share(self, files: ShardFiles, content: IterationContent) -> None:
         """Reads and compares this rank's share of the files: together the ranks read all."""
         share = range(self._ranks.rank, len(content.metadata.files), self._ranks.size)
         for problem in check_data(files, content, share):
@@ -268,6 +275,7 @@ class Restore:
     def _plan_load(
         self, metadata: CheckpointMetadata, where: str, weights_only: bool, others: frozenset[str] = frozenset()
     ) -> LoadPlan:
+        check_config(self._live.model, metadata, where)
         plan = LoadPlan(where, others=others)
         self._plan_model(plan, metadata)
         if weights_only:

@@ -1,0 +1,203 @@
+"""A load in which every byte is read from storage once over all ranks (`load_balanced`).
+
+What one rank alone needs it reads as always. Of what several need, each block is read and checked by one of
+them, evenly by bytes, and passed on. All take the units in the same order, so that nobody ever waits for
+something that waits for it. A rank with an error goes on answering, with word of its failure instead of data,
+until all are through; then the error is raised everywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from perdure.engine.demand import Listed, Unit, blocks_needed, divide, list_shards
+from perdure.engine.forward import SLOTS, Forward
+from perdure.engine.place import as_dtype, copy_overlap, in_place, overlap
+from perdure.engine.ranks import Ranks
+from perdure.engine.reader import Fill, ShardSource, read_tensors
+from perdure.engine.writer import memory_of
+from perdure.errors import DamagedCheckpointError
+from perdure.format.box import boxes_of_run
+from perdure.format.digest import BLOCK, digest_bytes
+from perdure.format.dtypes import BY_SAFETENSORS
+from perdure.format.metadata import CheckpointMetadata, Section
+from perdure.state.shards import Piece
+from perdure.storage.base import FileReader
+
+__all__ = ["read_balanced"]
+
+_DOING = "loading"
+
+
+def read_balanced(
+    source: ShardSource,
+    fills: Sequence[Fill],
+    metadata: CheckpointMetadata,
+    ranks: Ranks,
+    *,
+    threads: int = 2,
+    verify: bool = True,
+    share_memory: bool = True,
+) -> int:
+    """Fills every piece on every rank; returns the bytes that this rank read. Called by all ranks together.
+
+    Args:
+        metadata: the record that the fills are of, the same on every rank.
+        share_memory: pass blocks on through shared memory where ranks are on one machine.
+
+    Raises:
+        DamagedCheckpointError: a block is not what was written; on every rank.
+        OSError: the storage failed; on the other ranks `RanksError`.
+    """
+
+    def list_needs() -> tuple[list[Listed], bytes]:
+        listed = list_shards(metadata)
+        return listed, np.packbits(blocks_needed(listed, fills)).tobytes()
+
+    listed, needs = ranks.together(list_needs, "planning the load")
+    shared, units = divide(listed, ranks.gather(needs, "planning the load"))
+    passed = {(listed[n].section, listed[n].name, listed[n].shard.box) for n in shared}
+    work = _Work(source, fills, ranks.rank, verify)
+    try:
+        alone = [
+            Fill(
+                fill.section,
+                fill.name,
+                msgspec.structs.replace(
+                    fill.record,
+                    shards=[s for s in fill.record.shards if (fill.section, fill.name, s.box) not in passed],
+                ),
+                fill.pieces,
+            )
+            for fill in fills
+        ]
+        work.bytes_read = read_tensors(source, alone, threads=threads, verify=verify)
+    except Exception as error:
+        work.error = error
+    if units:
+        with Forward(ranks, share_memory) as forward, ThreadPoolExecutor(threads, "perdure-read") as pool:
+            work.run([unit for unit in units if ranks.rank in unit.needed_by], forward, pool)
+    ranks.agree(work.error, _DOING)
+    return work.bytes_read
+
+
+class _Work:
+    """One rank's part: what it reads for all, and what it takes from others."""
+
+    def __init__(self, source: ShardSource, fills: Iterable[Fill], rank: int, verify: bool) -> None:
+        self.bytes_read = 0
+        self.error: BaseException | None = None
+        self._stopped = False
+        self._source, self._rank, self._verify = source, rank, verify
+        self._pieces: dict[tuple[Section, str], list[Piece]] = {}
+        for fill in fills:
+            self._pieces.setdefault((fill.section, fill.name), []).extend(fill.pieces)
+
+    def run(self, units: Sequence[Unit], forward: Forward, pool: ThreadPoolExecutor) -> None:
+        """Takes the units in order, reading those of this rank ahead."""
+        own = iter([unit for unit in units if unit.reader == self._rank])
+        reads: deque[Future[int]] = deque()
+        turn = 0
+
+        def read_ahead() -> None:
+            unit = next(own, None)
+            if unit is not None:
+                reads.append(pool.submit(self._read, unit, forward.slot(turn + len(reads))))
+
+        for _ in range(SLOTS - 1):
+            read_ahead()
+        for unit in units:
+            if unit.reader == self._rank:
+                try:
+                    self.bytes_read += reads.popleft().result()
+                except Exception as error:
+                    self.error = self.error or error
+                others = [rank for rank in unit.needed_by if rank != self._rank]
+                forward.pass_on(turn, unit.size, unit.number, others, self._failed)
+                turn += 1
+                read_ahead()
+            elif not forward.take(unit.number, unit.reader, unit.size, partial(self._take, unit)):
+                self._stopped = True
+        forward.finish()
+
+    @property
+    def _failed(self) -> bool:
+        """Whether this load has failed, here or on a rank that said so."""
+        return self.error is not None or self._stopped
+
+    def _read(self, unit: Unit, slot: Tensor) -> int:
+        """Reads a unit, checks it, and takes what this rank needs of it; how many bytes were read."""
+        if self._failed:
+            return 0
+        data = slot[: unit.size]
+        for begin, end, reader, offset in self._ranges(unit):
+            try:
+                reader.pread_into(memory_of(data[begin:end]), offset)
+            except EOFError as error:
+                raise self._damage(unit.parts[0].shard, str(error)) from None
+        at = 0
+        for part in unit.parts:
+            shard = part.shard.shard
+            number, blocks = part.start // BLOCK, shard.blocks or (shard.digest,)
+            # A checkpoint made by others has no digests.
+            expected = blocks[number] if number < len(blocks) else ""
+            if self._verify and expected and digest_bytes(memory_of(data[at : at + part.size])) != expected:
+                raise self._damage(part.shard, f"block {number} is not what was written ({expected} expected)")
+            at += part.size
+        self._place(unit, data)
+        return unit.size
+
+    def _take(self, unit: Unit, data: Tensor) -> None:
+        """Takes what this rank needs of a unit that another one has read; an error is kept for the end."""
+        try:
+            if not self._failed:
+                self._place(unit, data)
+        except Exception as error:
+            self.error = self.error or error
+
+    def _ranges(self, unit: Unit) -> list[tuple[int, int, FileReader, int]]:
+        """The runs of a unit that lie together in its file, as (begin, end, file, offset)."""
+        found: list[tuple[int, int, FileReader, int]] = []
+        at = 0
+        for part in unit.parts:
+            reader, offset = self._source.locate(part.shard.section, part.shard.name, part.shard.shard)
+            offset += part.start
+            if found and found[-1][2] is reader and found[-1][3] + found[-1][1] - found[-1][0] == offset:
+                found[-1] = (found[-1][0], at + part.size, reader, found[-1][3])
+            else:
+                found.append((at, at + part.size, reader, offset))
+            at += part.size
+        return found
+
+    def _place(self, unit: Unit, data: Tensor) -> None:
+        """Copies what this rank needs of a unit to where it belongs."""
+        at = 0
+        for part in unit.parts:
+            listed, box = part.shard, part.shard.shard.box
+            stored: torch.dtype = getattr(torch, BY_SAFETENSORS[listed.record.dtype].torch)
+            itemsize = listed.size // box.numel
+            bytes_ = data[at : at + part.size]
+            at += part.size
+            for piece in self._pieces.get((listed.section, listed.name), ()):
+                if overlap(box, piece.box) is None:
+                    continue
+                if piece.box == box and in_place(piece.tensor, stored):
+                    ctypes.memmove(piece.tensor.data_ptr() + part.start, bytes_.data_ptr(), part.size)
+                    continue
+                values, first = as_dtype(bytes_, stored), part.start // itemsize
+                for inner, begin in boxes_of_run(box, first, part.size // itemsize):
+                    run = values[begin - first :][: inner.numel]
+                    copy_overlap(run.reshape(inner.shape), inner, piece)
+
+    def _damage(self, listed: Listed, what: str) -> DamagedCheckpointError:
+        file, name = self._source.file_name(listed.shard), listed.name
+        return DamagedCheckpointError(f"{file}: {name[:300]}: {what}", file=file, tensor=name)
