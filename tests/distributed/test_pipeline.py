@@ -174,9 +174,9 @@ def test_a_run_goes_through_layouts_and_back(tmp_path: Path, low: bool) -> None:
         )
 
 
-def iteration(output: Path, step: int) -> dict[str, Any]:
+def iteration(output: Path, step: int, root: str = "checkpoint") -> dict[str, Any]:
     """What metadata.json says."""
-    path = output / "checkpoint" / f"iteration_{step:08d}" / "metadata.json"
+    path = output / root / f"iteration_{step:08d}" / "metadata.json"
     told: dict[str, Any] = json.loads(path.read_text())
     return told
 

@@ -225,3 +225,80 @@ def test_a_size_is_refused_exactly_when_it_does_not_divide(micro: int, ranks: in
             check_ranks(
                 _config(training={"global_batch_size": micro * (ranks * factor + 1), "local_batch_size": micro}), ranks
             )
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "parallelism: {pipeline_parallel_interleave_num: 2}",
+            "run.yaml:1:15: parallelism.pipeline_parallel_interleave_num: expected 1 without pipeline_parallel, "
+            "found 2",
+        ),
+        (
+            "parallelism:\n  pipeline_parallel: 2\n  pipeline_parallel_interleave_num: 2\n"
+            "  pipeline_parallel_schedule: gpipe",
+            "run.yaml:4:3: parallelism.pipeline_parallel_schedule: expected 1f1b or interleaved_1f1b with 2 chunks "
+            "per rank, found 'gpipe'",
+        ),
+        (
+            "parallelism: {pipeline_parallel: 2, pipeline_parallel_layers_per_stage: [0-1]}",
+            "run.yaml:1:37: parallelism.pipeline_parallel_layers_per_stage: expected 'auto' or a list with one item "
+            "for each of 2 pipeline ranks, found ['0-1']",
+        ),
+        (
+            "parallelism: {pipeline_parallel: 2, pipeline_parallel_layers_per_stage: [0-1, 3]}",
+            "run.yaml:1:37: parallelism.pipeline_parallel_layers_per_stage: expected stage 1 to begin with layer 2, "
+            "found layer 3",
+        ),
+        ("recompute: {mode: full}", "run.yaml:1:1: recompute.full_recompute_layer: missing; mode full requires it"),
+        (
+            "recompute: {mode: select, select_module: {mlp: 0-3}}",
+            "run.yaml:1:27: recompute.select_module: expected a list of ranges of layers such as ['0-3'], found the "
+            "text '0-3'",
+        ),
+        (
+            "parallelism: {data_parallel_shard_strategy: optim}",
+            "run.yaml:1:15: parallelism.data_parallel_shard_strategy: not built yet: sharding the optimizer state "
+            "alone; expected 'optim_grads_params' or 'optim_grads', found 'optim'",
+        ),
+        (
+            "parallelism: {context_parallel: 2}",
+            "run.yaml:1:15: parallelism.context_parallel: not built yet: context parallelism; expected 1, found 2",
+        ),
+    ],
+)
+def test_layouts_that_cannot_be_meant(text: str, line: str, lines: Lines) -> None:
+    assert lines(text) == [line]
+
+
+@pytest.mark.parametrize(
+    ("training", "parallelism", "words"),
+    [
+        ({"global_batch_size": 2}, {}, r"global_batch_size: expected at least 4 micro-batches .* found 2; raise it"),
+        ({"global_batch_size": 8, "rampup_batch_size": [2, 2, 8]}, {}, "expected at least 4 micro-batches .* found 2"),
+        ({"global_batch_size": 9}, {"pipeline_parallel_interleave_num": 2}, "divide into 2 rounds .* found 9"),
+        ({"global_batch_size": 8}, {"pipeline_parallel_microbatch_size": 4}, r"microbatch_size: expected 1 or .* = 8"),
+        ({"global_batch_size": 8}, {"cpu_offload": True}, "cpu_offload: expected false where nothing is sharded"),
+    ],
+)
+def test_micro_batches_that_a_schedule_cannot_run(
+    training: dict[str, object], parallelism: dict[str, object], words: str
+) -> None:
+    config = _config(training=training, parallelism={"pipeline_parallel": 4, **parallelism})
+    with pytest.raises(ConfigError, match=words):
+        check_ranks(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("training", "parallelism"),
+    [
+        ({"global_batch_size": 2}, {"pipeline_parallel_schedule": "gpipe"}),
+        ({"global_batch_size": 4, "rampup_batch_size": [4, 4, 8]}, {"pipeline_parallel_microbatch_size": 4}),
+        ({"global_batch_size": 12}, {"pipeline_parallel_interleave_num": 2}),
+        ({"global_batch_size": 3}, {"pipeline_parallel_schedule": "interleaved_1f1b"}),
+    ],
+)
+def test_micro_batches_that_a_schedule_can_run(training: dict[str, object], parallelism: dict[str, object]) -> None:
+    config = _config(training=training, parallelism={"pipeline_parallel": 4, **parallelism})
+    assert check_ranks(config, 4).pipeline == 4
