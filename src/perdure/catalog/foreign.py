@@ -220,6 +220,9 @@ def _read_huggingface(directory: Directory, names: list[str]) -> ForeignContent:
         files = sorted(set(places.values()))
     headers, sizes = _headers(directory, files)
     metadata = huggingface.from_headers(headers, directory.path, places)
+    if huggingface.CONFIG in names:
+        data = read_checked(directory, huggingface.CONFIG, "", _JSON_LIMIT)
+        metadata.training["config"] = huggingface.model_config(data, os.path.join(directory.path, huggingface.CONFIG))
     _set_sizes(metadata, sizes)
     return ForeignContent(metadata, None, 1)
 

@@ -19,14 +19,15 @@ from perdure.catalog.foreign import choose_foreign, read_foreign, recognise
 from perdure.catalog.read import ShardFiles, read_iteration
 from perdure.catalog.root import Iteration
 from perdure.engine.reader import Fill, read_tensors
+from perdure.engine.renamed import under_old_names
 from perdure.errors import UsageError
-from perdure.format.box import Box, intersect, whole
+from perdure.format.box import Box, whole
 from perdure.format.commit import CommitRecord
 from perdure.format.common import CommonInfo
 from perdure.format.dtypes import BY_SAFETENSORS
 from perdure.format.metadata import CheckpointMetadata, Section, TensorRecord
 from perdure.format.mindformers import STEP
-from perdure.format.rename import READY, Renamed, RowView, parse_rules, rename
+from perdure.format.rename import READY, Renamed, parse_rules, rename
 from perdure.state.shards import Piece
 from perdure.storage.base import Directory
 from perdure.storage.local import LocalStorage
@@ -184,23 +185,10 @@ def _with_torch_step(items: list[Item], training: dict[str, Any]) -> list[Item]:
 
 
 def _item(files: ShardFiles, renamed: Renamed, section: Section, name: str, record: TensorRecord) -> Item:
-    """A tensor that is read under its old names, where its digests are."""
-    old = files.metadata.section(section)
-    views = renamed.views.get((section, name)) or {shard: RowView(name, shard, 0) for shard in record.shards}
-
     def load_box(box: Box) -> Tensor:
         tensor = torch.empty(box.shape, dtype=getattr(torch, BY_SAFETENSORS[record.dtype].torch))
-        pieces: dict[str, dict[Box, Piece]] = {}
-        for shard, view in views.items():
-            both = shard.box if shard.box == box else intersect(shard.box, box)
-            if both is not None:
-                ranges = zip(both.offset, box.offset, both.shape, strict=True)
-                there = tensor[tuple(slice(o - b, o - b + n) for o, b, n in ranges)]
-                rows = both.offset[:1] and (both.offset[0] - shard.offset[0] + view.skip + view.shard.offset[0],)
-                source = Box((*rows, *both.offset[1:]), both.shape)
-                pieces.setdefault(view.name, {})[source] = Piece(source, there)
-        fills = [Fill(section, key, old[key], tuple(held.values())) for key, held in pieces.items()]
-        read_tensors(files, fills, threads=2)
+        fill = Fill(section, name, record, (Piece(box, tensor),))
+        read_tensors(files, under_old_names([fill], renamed, files.metadata), threads=2)
         return tensor
 
     def load() -> Tensor:

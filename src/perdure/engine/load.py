@@ -9,18 +9,19 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from perdure.engine.reader import Fill, ShardSource, read_tensors
 from perdure.errors import DamagedCheckpointError, MismatchError
 from perdure.format.dtypes import BY_TORCH
 from perdure.format.metadata import CheckpointMetadata, Section, TensorRecord
+from perdure.models.published import config_differences
 from perdure.state.optimizer import OptimizerView
 from perdure.state.optimizer_restore import OptimizerRestore, prepare_optimizer
 from perdure.state.shards import NamedTensor, Piece, blank, describe, dtype_name
 from perdure.state.stateful import rebuild, references
 
-__all__ = ["LoadPlan", "few", "held_names", "match_model"]
+__all__ = ["LoadPlan", "check_config", "few", "held_names", "match_model"]
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -188,6 +189,24 @@ class LoadPlan:
             self.optimizer.install()
         for load in self.objects:
             load()
+
+
+def check_config(model: nn.Module, metadata: CheckpointMetadata, where: str) -> None:
+    """Compares the model with the config.json that came with published weights.
+
+    Raises:
+        MismatchError: the two compute differently; each key is told with both values.
+    """
+    config = metadata.training.get("config")
+    found = config_differences(model, config) if isinstance(config, dict) else []
+    if found:
+        lines = [f"  {key}: {theirs!r} in config.json, {ours!r} in the model" for key, theirs, ours in found[:10]]
+        more = [f"  and {len(found) - 10} more"] if len(found) > 10 else []
+        key, theirs, _ = found[0]
+        raise MismatchError(
+            "\n".join([f"{where}: its config.json is not that of the model; nothing was loaded", *lines, *more]),
+            hint=f"set model.{key}={theirs}" if len(found) == 1 else "give the model section the values of config.json",
+        )
 
 
 def match_model(

@@ -15,9 +15,10 @@ from perdure.errors import DamagedCheckpointError
 from perdure.format.metadata import CheckpointMetadata, FileRecord, ShardRecord, TensorRecord
 from perdure.format.safetensors import Header
 
-__all__ = ["SINGLE", "from_headers", "index_name", "weight_files"]
+__all__ = ["CONFIG", "SINGLE", "from_headers", "index_name", "model_config", "weight_files"]
 
 SINGLE = "model.safetensors"
+CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -48,6 +49,21 @@ def weight_files(data: bytes, file: str) -> dict[str, str]:
                 tensor=tensor,
             )
     return places
+
+
+def model_config(data: bytes, file: str) -> dict[str, Any]:
+    """What config.json says of the model.
+
+    Raises:
+        DamagedCheckpointError: not a JSON object.
+    """
+    try:
+        table: Any = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise DamagedCheckpointError(f"{file}: not JSON: {error}", file=file) from None
+    if not isinstance(table, dict):
+        raise DamagedCheckpointError(f"{file}: expected an object, found {type(table).__name__}", file=file)
+    return table
 
 
 def from_headers(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from perdure.errors import UsageError
 from perdure.importing import KeyFaults, accepted_keys, did_you_mean
+from perdure.models.transformers_plan import transformers_plan
 
 __all__ = ["causal_lm"]
 
@@ -67,4 +69,6 @@ def causal_lm(
     if architectures and list(architectures) != [type(model).__name__]:
         text = f"`{', '.join(architectures)}` is not what `{model_type}` stands for: {type(model).__name__}"
         raise KeyFaults([("model.architectures", text)])
+    # What `perdure.parallel` asks a model for.
+    model.tensor_parallel_plan = partial(transformers_plan, model)  # type: ignore[assignment]
     return model.train()

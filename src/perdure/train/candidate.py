@@ -20,7 +20,6 @@ from perdure.engine.saveroot import SaveRoot, check_continues, check_unused
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError
 from perdure.format.common import CommonInfo
 from perdure.format.metadata import CheckpointMetadata
-from perdure.format.rename import parse_rules, rename
 from perdure.storage.local import LocalStorage
 
 __all__ = ["Candidate", "SaveTarget", "find_candidate", "save_target"]
@@ -34,7 +33,7 @@ class Candidate:
         path: its directory.
         root: the root it lies in.
         made_by: the program that wrote it.
-        metadata: what is where, under the names that the model has.
+        metadata: what is where, under its own names.
         training: what its run recorded for a resume to compare; {} of another program's.
         progress: where its run was.
         ranks: how many saved it.
@@ -103,14 +102,13 @@ def _foreign(config: TrainConfig, found: dict[str, Any]) -> Candidate:
     with LocalStorage().open_directory(path) as directory:
         content = read_foreign(directory, kind)
     check_foreign(content, path, found["weights_only"])
-    renamed = rename(content.metadata, parse_rules(config.checkpoint.rename), path)
     others = [] if kind == "huggingface" else list_foreign(found["root"], kind).entries
     named = os.path.abspath(config.checkpoint.load_path) == path
     return Candidate(
         path=path,
         root=found["root"],
         made_by=WRITERS[kind],
-        metadata=renamed.metadata,
+        metadata=content.metadata,
         progress=Progress.from_common(content.common or CommonInfo()),
         ranks=content.ranks,
         weights_only=found["weights_only"],

@@ -21,11 +21,12 @@ from perdure import errors
 from perdure.config.ranks import RankLayout
 from perdure.config.schema import TrainConfig
 from perdure.engine.live import Live
-from perdure.engine.load import LoadPlan
+from perdure.engine.load import LoadPlan, check_config, held_names
 from perdure.engine.reader import bytes_to_read
 from perdure.errors import PerdureError, UsageError
 from perdure.format.dtypes import BY_SAFETENSORS
 from perdure.format.metadata import CheckpointMetadata
+from perdure.format.rename import parse_rules, rename
 from perdure.parallel.apply import parallelize
 from perdure.parallel.mesh import make_mesh
 from perdure.state.model import model_tensors
@@ -68,7 +69,7 @@ def forecast(
     """Builds and plans as each rank would.
 
     Args:
-        metadata: of what is loaded, under the names that the model has; None for a fresh start.
+        metadata: of what is loaded; None for a fresh start.
         where: what is loaded, for messages.
 
     Raises:
@@ -103,6 +104,8 @@ def _look(
         model = build.network(config, None, dataset, policy=compute is not None)
         plan = LoadPlan(where)
         if metadata is not None:
+            metadata = _as_named(model, metadata, config, where)
+            check_config(model, metadata, where)
             # Names are compared with the whole model, of which a rank may hold some layers only.
             plan.add_model(model_tensors(model, values=False), metadata.model, _elsewhere(model, metadata))
             plan.fills.clear()
@@ -123,6 +126,14 @@ def _look(
         # What a stage lacks is no news.
         notes += plan.optimizer.notes if plan.optimizer is not None and layout.pipeline == 1 else []
     return {"held": held, "reads": bytes_to_read(plan.fills), "settings": settings, "notes": notes}
+
+
+def _as_named(model: nn.Module, metadata: CheckpointMetadata, config: TrainConfig, where: str) -> CheckpointMetadata:
+    """The record by the rules of `checkpoint.rename`, where its own names are not the model's."""
+    tensors = model_tensors(model, values=False)
+    if not config.checkpoint.rename or len(held_names(tensors, metadata.model)) == len(tensors):
+        return metadata
+    return rename(metadata, parse_rules(config.checkpoint.rename), where).metadata
 
 
 def _elsewhere(model: nn.Module, metadata: CheckpointMetadata) -> frozenset[str]:
