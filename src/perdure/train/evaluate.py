@@ -1,7 +1,7 @@
 """Evaluation between steps: the same samples in the same order each time, and training notices nothing.
 
-Training seeds its random streams before every micro-batch, and the evaluation has a loader of its own,
-so neither draws nor cursor of the run are touched.
+The evaluation has a loader of its own and gives the random streams back as they were, so neither draws nor
+cursor of the run are touched.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from perdure.engine.ranks import Ranks
 from perdure.errors import DataError
 from perdure.parallel.apply import Parallel
 from perdure.parallel.mesh import Mesh
+from perdure.state.random import RandomState, seed_streams
 from perdure.train.step import LossFunction, loss_and_count, to_device
 
 __all__ = ["Evaluation"]
+
+_EVALUATION = 0x6576616C
 
 
 class Evaluation:
@@ -65,7 +68,17 @@ class Evaluation:
 
     @torch.no_grad()
     def run(self, parallel: Parallel) -> float:
-        """Mean loss per valid token (or sample) over the data set, the same on every rank."""
+        """Mean loss per valid token (or sample) over the data set, the same on every rank.
+
+        Random streams are given back as they were, and stand at the same place for the same samples each time.
+        """
+        streams, drawn = RandomState(), RandomState().state_dict()
+        try:
+            return self._run(parallel)
+        finally:
+            streams.load_state_dict(drawn)
+
+    def _run(self, parallel: Parallel) -> float:
         model, pipeline = parallel.model, parallel.pipeline
         was_training = model.training
         model.eval()
@@ -77,6 +90,7 @@ class Evaluation:
             def loss(index: int, model: Any, micro_batches: Sequence[MicroBatch] = micro_batches) -> Tensor:
                 nonlocal sums
                 micro = micro_batches[index]
+                seed_streams(self._loader.seed, _EVALUATION, micro.first)
                 value, count = loss_and_count(self._loss, model, to_device(micro.data, self._device), len(micro.ids))
                 sums += torch.tensor([float(value), count], dtype=torch.float64) * self._mesh.counts
                 return value
