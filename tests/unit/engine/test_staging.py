@@ -1,0 +1,94 @@
+"""A snapshot holds what the state was, in bounded memory that is used again, whatever happens to the state since."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from perdure import CheckpointConfig, Checkpointer, Progress
+from perdure.engine.staging import Staging, cuts
+from perdure.engine.writer import CHUNK, FileWrite, WriteBuffers
+from perdure.storage.local import LocalStorage
+
+sizes = st.lists(st.integers(1, 4 * CHUNK // 4096).map(lambda pages: pages * 4096), min_size=1, max_size=4)
+
+
+@given(sizes, st.none() | st.integers(0, 12 * CHUNK))
+def test_cuts_keep_within_the_limit_and_fill_it(files: list[int], limit: int | None) -> None:
+    begins = cuts(files, limit)
+    staged = sum(size - begin for size, begin in zip(files, begins, strict=True))
+    assert all(0 <= begin <= size for size, begin in zip(files, begins, strict=True))
+    assert all(begin % CHUNK == 0 or begin == size for size, begin in zip(files, begins, strict=True))
+    if limit is None:
+        assert staged == sum(files)
+    else:
+        assert staged <= limit
+        assert staged == sum(files) or limit - staged < CHUNK
+
+
+def state(scale: int) -> dict[str, Tensor]:
+    return {
+        "odd": torch.arange(1_000_003, dtype=torch.float32) * scale,
+        "turned": torch.arange(600 * 700, dtype=torch.int32).reshape(600, 700).t() * scale,
+        "half": (torch.arange(301, dtype=torch.float32) * scale).to(torch.bfloat16),
+        "one": torch.tensor(float(scale)),
+        "none": torch.zeros(0, 3),
+    }
+
+
+def file_of(tensors: dict[str, Tensor]) -> FileWrite:
+    dtypes = {torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16"}
+    shapes = [(name, dtypes[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
+    return FileWrite("f", shapes, tensors.__getitem__, {"format": "pt"})
+
+
+@settings(deadline=None, max_examples=20)
+@given(limit=st.none() | st.integers(0, 4 * CHUNK))
+def test_a_staged_file_is_the_file_that_was(tmp_path_factory: pytest.TempPathFactory, limit: int | None) -> None:
+    folder, storage, buffers = tmp_path_factory.mktemp("f"), LocalStorage(), WriteBuffers(2)
+    staging = Staging(limit)
+    for scale in (1, 2):
+        expected = file_of(state(scale)).run(storage, str(folder / f"expected{scale}"), buffers)
+        tensors = state(scale)
+        file = file_of(tensors)
+        staging.snapshot([file])
+        if file.cut:
+            file.write_live(storage, str(folder / f"staged{scale}"), buffers)
+        for tensor in tensors.values():
+            tensor.fill_(0)
+        assert file.run(storage, str(folder / f"staged{scale}"), buffers) == expected
+        assert (folder / f"staged{scale}").read_bytes() == (folder / f"expected{scale}").read_bytes()
+    buffers.close()
+
+
+def test_the_memory_is_used_again() -> None:
+    staging, addresses = Staging(), set()
+    for scale in (1, 2, 3):
+        file = file_of(state(scale))
+        staging.snapshot([file])
+        assert staging._memory is not None
+        addresses.add(staging._memory.data_ptr())
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("bound", ["", "3MiB", "1B"])
+def test_an_asynchronous_save_is_of_its_own_step(bound: str, tmp_path: Path) -> None:
+    model = nn.Linear(1000, 1500)
+    config = CheckpointConfig(save_path=str(tmp_path), async_save=True, save_max=9, staging_memory=bound)
+    with Checkpointer(config, model=model, say=lambda line: None) as checkpointer:
+        for step in range(1, 4):
+            nn.init.constant_(model.weight, step)
+            nn.init.constant_(model.bias, step)
+            checkpointer.save(Progress(step, step, 1))
+            nn.init.constant_(model.weight, -1)
+            nn.init.constant_(model.bias, -1)
+    for step in range(1, 4):
+        (file,) = (tmp_path / f"iteration_{step:08d}").glob("*.safetensors")
+        for tensor in load_file(file).values():
+            assert torch.equal(tensor, torch.full_like(tensor, step))
