@@ -111,6 +111,23 @@ def test_diff_is_0_for_equal_and_1_for_different(
     assert json.loads(capsys.readouterr().out)["equal"] is False
 
 
+def test_fingerprints_of_what_is_sound(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(root, tmp_path / "copy")
+    assert run(["verify", str(root), "--fingerprint", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["fingerprints"]
+    assert list(told) == ["iteration_00000010", "iteration_00000020"]
+    assert set(told["iteration_00000010"]) == {"all", "model", "optimizer"}
+    assert told["iteration_00000010"]["all"] != told["iteration_00000020"]["all"]
+    assert run(["verify", str(copy / "iteration_00000010"), "--fingerprint"]) == 0
+    assert f"iteration_00000010: fingerprint {told['iteration_00000010']['all']}" in capsys.readouterr().out
+    assert run(["diff", str(root), str(copy), "--fingerprint", "--section", "model"]) == 0
+    assert capsys.readouterr().out.count(told["iteration_00000020"]["model"]) == 2
+    # What is damaged has none.
+    spoil(root)
+    assert run(["verify", str(root), "--fingerprint", "--json"]) == 1
+    assert list(json.loads(capsys.readouterr().out)["fingerprints"]) == ["iteration_00000010"]
+
+
 def test_a_newer_format_is_exit_11(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from perdure.format.digest import digest_bytes
 

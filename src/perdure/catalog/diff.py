@@ -1,34 +1,32 @@
-"""Two checkpoints tensor by tensor, however each was cut; and a fingerprint that no cut changes.
+"""Two checkpoints tensor by tensor, however each was cut.
 
-Equal means equal bytes. numpy is imported on use: for magnitudes where something differs, and for
-fingerprints. Memory stays bounded: boxes are compared a few MiB at a time.
+Equal means equal bytes. numpy is imported on use: for magnitudes where something differs. Memory stays bounded:
+boxes are compared a few MiB at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from perdure.catalog.boxes import chunks, distinct_boxes, read_box
 from perdure.catalog.checkpoint import Checkpoint
 from perdure.catalog.read import ShardFiles
-from perdure.format.box import Box, intersect, runs
-from perdure.format.digest import digest_bytes
+from perdure.format.box import intersect
 from perdure.format.dtypes import BY_SAFETENSORS
-from perdure.format.metadata import SECTIONS, Section, ShardRecord, TensorRecord
-from perdure.storage.base import FileReader, Storage
+from perdure.format.metadata import SECTIONS, Section, TensorRecord
+from perdure.storage.base import Storage
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["DiffReport", "TensorDiff", "diff", "fingerprint"]
+__all__ = ["DiffReport", "TensorDiff", "diff"]
 
-_CHUNK = 4 << 20
-_SPAN = 16 << 20
 _TRUSTED = ("global_step", "loss_scale", "global_batch_size", "consumed_samples", "ckpt_status")
 
 
@@ -135,64 +133,6 @@ def diff(
     return report
 
 
-def fingerprint(path: str | os.PathLike[str], *, storage: Storage | None = None) -> dict[str, str]:
-    """A 128-bit value per tensor, as `{section/name: hex}`, that depends on name, dtype, shape and every element.
-
-    Each element is mixed with its place in the whole tensor and all are summed modulo 2^64, twice: so any
-    cut into shards, on any number of ranks, gives the same value.
-    """
-    import numpy as np
-
-    checkpoint = Checkpoint(path, storage)
-    found: dict[str, str] = {}
-    with checkpoint.open_files() as files:
-        for section, name, tensor in checkpoint.metadata.tensors():
-            itemsize = BY_SAFETENSORS[tensor.dtype].itemsize
-            label = digest_bytes(f"{section}/{name}/{tensor.dtype}/{tensor.logical}/{list(tensor.shape)}".encode())
-            seeds = [np.uint64(int(label[-32:-16], 16)), np.uint64(int(label[-16:], 16))]
-            sums = [int(s) for s in seeds]
-            for shard in _distinct(tensor.shards):
-                reader, offset = files.locate(section, name, shard)
-                for box in _chunks(shard.box, itemsize):
-                    data = _read_box(reader, offset, shard.box, box, itemsize)
-                    values = np.frombuffer(data, dtype=f"<u{itemsize}").astype(np.uint64)
-                    places = _places(box, tensor.shape)
-                    for lane, seed in enumerate(seeds):
-                        sums[lane] += int(_mix(values, places, seed).sum(dtype=np.uint64))
-            found[f"{section}/{name}"] = "".join(f"{s % (1 << 64):016x}" for s in sums)
-    return found
-
-
-def _mix(values: NDArray[np.uint64], places: NDArray[np.uint64], seed: np.uint64) -> NDArray[np.uint64]:
-    """One pseudo-random 64-bit number per (place, value); arithmetic modulo 2^64."""
-    import numpy as np
-
-    mixed = _scramble(places * np.uint64(0x9E3779B97F4A7C15) + seed)
-    return _scramble(mixed ^ (values * np.uint64(0xD1342543DE82EF95) + np.uint64(1)))
-
-
-def _scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64: a bijection of 64-bit numbers in which every bit depends on every bit."""
-    import numpy as np
-
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x = x ^ (x >> np.uint64(31))
-    return x
-
-
-def _places(box: Box, shape: tuple[int, ...]) -> NDArray[np.uint64]:
-    """Row-major index in the whole tensor of every element of a box."""
-    import numpy as np
-
-    places = np.zeros(box.shape, dtype=np.uint64)
-    for dim, (start, extent) in enumerate(zip(box.offset, box.shape, strict=True)):
-        stride = np.uint64(prod(shape[dim + 1 :]))
-        line = (np.arange(extent, dtype=np.uint64) + np.uint64(start)) * stride
-        places += line.reshape([-1 if d == dim else 1 for d in range(len(shape))])
-    return places.reshape(-1)
-
-
 def _compare_progress(left: Checkpoint, right: Checkpoint, report: DiffReport) -> None:
     """Progress and settings, as far as both sides record them."""
     own = left.kind == right.kind == "perdure"
@@ -235,11 +175,6 @@ def _describe(record: TensorRecord | None) -> str:
     return "" if record is None else f"{record.logical or record.dtype} {list(record.shape)}"
 
 
-def _distinct(shards: list[ShardRecord]) -> list[ShardRecord]:
-    """Each box once: replicas may be stored several times."""
-    return list({s.box: s for s in reversed(shards)}.values())
-
-
 def _same_digests(a: TensorRecord, b: TensorRecord) -> bool:
     """Whether both are cut alike and recorded with the same digests, so that their bytes are the same."""
     one, other = ({s.box: s.digest for s in r.shards} for r in (a, b))
@@ -257,16 +192,16 @@ def _value_diff(
 ) -> TensorDiff | None:
     itemsize = BY_SAFETENSORS[a.dtype].itemsize
     differing, largest, comparable = 0, 0.0, True
-    for one in _distinct(a.shards):
-        for other in _distinct(b.shards):
+    for one in distinct_boxes(a.shards):
+        for other in distinct_boxes(b.shards):
             both = one.box if one.box == other.box else intersect(one.box, other.box)
             if both is None:
                 continue
             reader_a, offset_a = files_a.locate(section, name, one)
             reader_b, offset_b = files_b.locate(section, name, other)
-            for box in _chunks(both, itemsize):
-                left = _read_box(reader_a, offset_a, one.box, box, itemsize)
-                right = _read_box(reader_b, offset_b, other.box, box, itemsize)
+            for box in chunks(both, itemsize):
+                left = read_box(reader_a, offset_a, one.box, box, itemsize)
+                right = read_box(reader_b, offset_b, other.box, box, itemsize)
                 if progress is not None:
                     progress(len(left))
                 if left == right:
@@ -309,43 +244,3 @@ def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[np.float64] | None:
     if dtype in plain:
         return bits.view(plain[dtype]).astype(np.float64)
     return bits.astype(np.float64) if dtype in ("BOOL", "U8", "U16", "U32", "U64") else None
-
-
-def _chunks(box: Box, itemsize: int) -> Iterator[Box]:
-    """A box cut along its leading dimensions into pieces of a few MiB."""
-    stack = [box]
-    while stack:
-        part = stack.pop()
-        dim = next((d for d, n in enumerate(part.shape) if n > 1), None)
-        if part.numel * itemsize <= _CHUNK or dim is None:
-            yield part
-            continue
-        rest = prod(part.shape[dim + 1 :]) * itemsize
-        step = max(1, _CHUNK // max(rest, 1))
-        end = part.offset[dim] + part.shape[dim]
-        for start in reversed(range(part.offset[dim], end, step)):
-            offset = (*part.offset[:dim], start, *part.offset[dim + 1 :])
-            shape = (*part.shape[:dim], min(step, end - start), *part.shape[dim + 1 :])
-            stack.append(Box(offset, shape))
-
-
-def _read_box(reader: FileReader, offset: int, outer: Box, inner: Box, itemsize: int) -> bytearray:
-    """The bytes of `inner`, row-major, out of a shard that is `outer` and begins at byte `offset`."""
-    data = bytearray(inner.numel * itemsize)
-    if not data:
-        return data
-    target, at = memoryview(data), 0
-    pieces = list(runs(outer, inner))
-    first, end = pieces[0][0] * itemsize, (pieces[-1][0] + pieces[-1][1]) * itemsize
-    if len(pieces) > 1 and end - first <= _SPAN:
-        span = bytearray(end - first)
-        reader.pread_into(memoryview(span), offset + first)
-        for start, count in pieces:
-            begin = start * itemsize - first
-            target[at : at + count * itemsize] = span[begin : begin + count * itemsize]
-            at += count * itemsize
-        return data
-    for start, count in pieces:
-        reader.pread_into(target[at : at + count * itemsize], offset + start * itemsize)
-        at += count * itemsize
-    return data

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from perdure.catalog.diff import DiffReport, TensorDiff, diff
+from perdure.catalog.fingerprint import by_section, fingerprint
 from perdure.cli import render
 from perdure.format.metadata import SECTIONS, Section
 
@@ -21,18 +22,31 @@ _SHOWN = 20
 @click.argument("b", type=click.Path(path_type=Path))
 @click.option("--section", type=click.Choice(SECTIONS), help="Compare the tensors of one section only.")
 @click.option("--read-data", is_flag=True, help="Read also what both recorded with the same digests.")
+@click.option("--fingerprint", "with_fingerprint", is_flag=True, help="Read all and tell the fingerprints too.")
 @click.option("--all", "everything", is_flag=True, help=f"Every difference, not the first {_SHOWN}.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-def command(a: Path, b: Path, section: Section | None, read_data: bool, everything: bool, as_json: bool) -> int:
+def command(
+    a: Path,
+    b: Path,
+    section: Section | None,
+    read_data: bool,
+    with_fingerprint: bool,
+    everything: bool,
+    as_json: bool,
+) -> int:
     """Compares A and B: iteration directories, or roots (what a resume would take), however each is cut.
 
     Exit code 0 where all is equal bit for bit, 1 where anything differs.
     """
     report = diff(a, b, section=section, read_data=read_data)
+    prints = [by_section(fingerprint(side)) for side in (report.a, report.b)] if with_fingerprint else []
     if as_json:
-        render.print_json({**asdict(report), "equal": report.equal})
+        told = {"fingerprints": prints} if with_fingerprint else {}
+        render.print_json({**asdict(report), "equal": report.equal, **told})
     else:
         _show(report, everything)
+        for path, sections in zip((report.a, report.b), prints, strict=False):
+            render.say(f"{path}: fingerprint {sections.get(section or 'all', '-')}")
     return 0 if report.equal else 1
 
 

@@ -19,7 +19,9 @@ from perdure.catalog.root import Iteration, Root
 from perdure.catalog.verify import check_data
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.balance import read_balanced
+from perdure.engine.compare import compare_loaded
 from perdure.engine.find import find_checkpoint
+from perdure.engine.laps import Laps
 from perdure.engine.live import Live
 from perdure.engine.load import LoadPlan, check_config, few, held_names
 from perdure.engine.progress import Progress
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["Loaded", "Restore", "check_foreign"]
 
 Say = Callable[[str], None]
+READERS = 4
 
 
 @dataclass
@@ -64,6 +67,7 @@ class Loaded:
     ranks: int = 1
     bytes_read: int = 0
     seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     model_tensors: frozenset[str] = frozenset()
 
@@ -90,10 +94,11 @@ class Restore:
     ) -> None:
         self._config, self._live, self._save_root, self._ranks = config, live, save_root, ranks
         self._restore_settings, self._say, self._base = restore_settings, say, base
+        self._laps = Laps()
 
     def run(self, checkpoint_path: str | None) -> Loaded | None:
         """What was loaded, or None for a fresh start."""
-        started = time.monotonic()
+        started, self._laps = time.monotonic(), Laps()
         found = self._ranks.decide(
             lambda: find_checkpoint(self._config, self._save_root, checkpoint_path),
             "looking for a checkpoint",
@@ -101,6 +106,7 @@ class Restore:
         )
         if not found:
             return None
+        self._laps.end("find")
         for warning in found["warnings"]:
             self._say(f"warning: {warning}")
         source = Root(found["root"], self._save_root.root.storage)
@@ -111,7 +117,7 @@ class Restore:
             loaded = self._load_or_fall_back(source, iteration, found["named"], found["weights_only"])
         if self._config.load_balanced and self._ranks.size == 1:
             loaded.notes.append("load_balanced brings nothing on one process")
-        loaded.seconds = time.monotonic() - started
+        loaded.seconds, loaded.phases = time.monotonic() - started, self._laps.seconds
         return loaded
 
     def again(self, dirname: str) -> Loaded:
@@ -244,7 +250,8 @@ class Restore:
         checkable: tuple[ShardFiles, IterationContent] | None,
     ) -> int:
         """Fills everything and sets what was read; what has digests is checked whole before, if that is wished."""
-        threads = max(2, self._config.reshard_worker_num)
+        self._laps.end("plan")
+        threads = max(READERS, self._config.reshard_worker_num)
         verify = self._config.verify_on_load != "off"
         if checkable is not None and self._config.verify_on_load == "first":
             self._ranks.together(lambda: self._check_share(*checkable), "checking the checkpoint")
@@ -252,7 +259,12 @@ class Restore:
             count = read_balanced(source, plan.fills, metadata, self._ranks, threads=threads, verify=verify)
         else:
             count = self._ranks.together(lambda: plan.read(source, threads=threads, verify=verify), "loading")
+        if checkable is not None and self._config.verify_on_load == "first":
+            note = compare_loaded(source, plan.fills, self._ranks, plan.where)
+            plan.notes += [note] if note else []
+        self._laps.end("read")
         self._ranks.together(plan.finish, "setting the loaded state")
+        self._laps.end("set")
         return count
 
     def _check_share(self, files: ShardFiles, content: IterationContent) -> None:

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.checkpoints import Tensor, build_checkpoint, floats
 
-from perdure.catalog.diff import diff, fingerprint
+from perdure.catalog.diff import diff
+from perdure.catalog.fingerprint import fingerprint, total
 from perdure.catalog.root import Root
 from perdure.format.box import Box
 
@@ -49,6 +50,8 @@ def test_what_differs_is_counted_and_measured(tmp_path: Path, cuts: tuple[Box, .
     one, other = fingerprint(a), fingerprint(b)
     assert one["model/w"] != other["model/w"]
     assert one["model/same"] == other["model/same"]
+    assert total(one.values()) != total(other.values())
+    assert total(one.values()) == total(reversed(one.values()))
 
 
 def test_signed_zeros_and_nans_are_compared_by_their_bytes(tmp_path: Path) -> None:
