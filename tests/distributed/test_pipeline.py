@@ -244,6 +244,24 @@ class Tower(nn.Module):
         return x if self.out is None else self.out(x)
 
 
+def test_a_step_whose_gradients_are_not_finite_is_left_out_on_all_stages(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    data = squares()
+    data[19] = (data[19][0], torch.tensor([float("nan")]))
+    given: dict[str, Any] = {"model": Tower(), "train_dataset": data, "compute_loss_func": tower_loss}
+    sections: dict[str, Any] = {"training": {"local_batch_size": 2, "use_skip_step_on_nan": True}}
+    run(tmp_path, 1, configuration(tmp_path / "one", **sections), **given)
+    for name in ("1f1b", "pipeline x shard"):
+        ranks, layout = LAYOUTS[name]
+        run(tmp_path, ranks, configuration(tmp_path / name, parallelism=layout, **sections), **given)
+        here, there = metrics(tmp_path / name, "loss"), metrics(tmp_path / "one", "loss")
+        finite = [isinstance(loss, float) and loss == loss for (loss,) in there]
+        assert sum(finite) == 3
+        assert [isinstance(loss, float) and loss == loss for (loss,) in here] == finite
+        for (loss,), (wanted,), compared in zip(here, there, finite, strict=True):
+            assert not compared or loss == pytest.approx(wanted, abs=1e-6)
+
+
 def squares(length: int = 48) -> list[tuple[Tensor, Tensor]]:
     made = torch.Generator().manual_seed(5)
     return [(torch.randn(4, generator=made), torch.randn(1, generator=made)) for _ in range(length)]
@@ -274,6 +292,12 @@ def test_a_model_of_ones_own_with_a_plan(tmp_path: Path) -> None:
         run(tmp_path, ranks, configuration(tmp_path / name, parallelism=layout, **sections), **given)
         agrees(tmp_path / name, tmp_path / "one")
         assert set(iteration(tmp_path / name, 4)["model"]) == set(iteration(tmp_path / "one", 4)["model"])
+    # Hidden states travel in the dtype that sharded stages compute in.
+    low: dict[str, Any] = {**sections, "model": {"type": None, "compute_dtype": "bfloat16"}}
+    run(tmp_path, 4, configuration(tmp_path / "low", parallelism=PIPELINE, **low), **given)
+    for here, there in zip(metrics(tmp_path / "low", "loss"), metrics(tmp_path / "one", "loss"), strict=True):
+        assert here[0] == pytest.approx(there[0], rel=2e-2)
+        assert here != there
 
 
 @pytest.mark.parametrize(

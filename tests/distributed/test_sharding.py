@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from perdure import CheckpointConfig, Checkpointer, Progress
 
 from . import forked
-from .test_pipeline import CHUNKS, TENSOR, agrees, configuration, iteration, metrics, run, squares
+from .test_pipeline import CHUNKS, TENSOR, agrees, configuration, evaluations, iteration, metrics, run, squares
 
 FULL = {"mode": "full", "full_recompute_layer": ["0-2"]}
 SELECT = {"mode": "select", "select_module": {"mlp": ["0-3"], "self_attn": ["1"]}}
@@ -78,7 +78,12 @@ def normed_loss(model: Any, batch: Any) -> torch.Tensor:
 def test_buffers_of_ranks_are_one_and_go_through_a_resume(tmp_path: Path, layout: dict[str, Any]) -> None:
     torch.manual_seed(3)
     given: dict[str, Any] = {"model": Normed(), "train_dataset": squares(), "compute_loss_func": normed_loss}
-    sections: dict[str, Any] = {"training": {"local_batch_size": 3}, "parallelism": layout}
+    given["eval_dataset"] = squares(24)
+    sections: dict[str, Any] = {
+        "training": {"local_batch_size": 3, "eval_interleaved_steps": 1},
+        "eval_dataset": {"num_parallel_workers": 0, "dataloader": {"type": "Text"}},
+        "parallelism": layout,
+    }
     run(tmp_path, 2, configuration(tmp_path / "straight", 6, **sections), **given)
     for steps in (2, 4, 6):
         run(tmp_path, 2, configuration(tmp_path / "stopped", steps, **sections), **given)
@@ -86,6 +91,8 @@ def test_buffers_of_ranks_are_one_and_go_through_a_resume(tmp_path: Path, layout
     assert "norm.running_var" in straight["model"]
     assert stopped["model"] == straight["model"]
     assert stopped["optimizer"] == straight["optimizer"]
+    # Each rank evaluates its share with the buffers that it has.
+    assert evaluations(tmp_path / "stopped") == evaluations(tmp_path / "straight")
 
 
 def small() -> tuple[nn.Module, torch.optim.Optimizer]:

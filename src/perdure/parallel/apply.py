@@ -33,12 +33,22 @@ class Parallel:
         pipeline: runs micro-batches where the model is cut into stages; `model` cannot be called then.
         tied: parameters that other stages hold too.
         mean_over: over how many ranks gradients arrive as a mean instead of a sum.
+        sharded: the modules that FSDP2 gathers and shards again.
     """
 
     model: nn.Module
     pipeline: Pipeline | None = None
     tied: tuple[Tied, ...] = ()
     mean_over: int = 1
+    sharded: tuple[FSDPModule, ...] = ()
+
+    def rest(self) -> None:
+        """Puts parameters back into shards where a forward pass without a backward one has left them gathered.
+
+        Nothing may be saved before: what the modules hold then are not the parameters that are trained.
+        """
+        for module in self.sharded:
+            module.reshard()
 
 
 def parallelize(
@@ -60,7 +70,7 @@ def parallelize(
         UsageError: the model has no plan for what is asked, or sizes don't divide.
         ConfigError: layers are placed that are not there.
     """
-    parts = _Parts.whole(model) if mesh.pipeline is None else _Parts.cut(model, mesh, config)
+    parts = _Parts.whole(model) if mesh.pipeline is None else _Parts.cut(model, mesh, config, compute_dtype)
     layers = list(_blocks(model))
     for stage in parts.stages.values():
         stage.to(device)
@@ -77,6 +87,7 @@ def parallelize(
         pipeline=parts.pipeline(mesh, device, config.parallelism.pipeline_parallel_schedule),
         tied=parts.tie(model, mesh),
         mean_over=mesh.data_ranks if mesh.sharded is not None and not sums else 1,
+        sharded=tuple(m for stage in parts.stages.values() for m in stage.modules() if isinstance(m, FSDPModule)),
     )
 
 
@@ -94,14 +105,15 @@ class _Parts:
         return cls(model, {0: model})
 
     @classmethod
-    def cut(cls, model: nn.Module, mesh: Mesh, config: TrainConfig) -> _Parts:
+    def cut(cls, model: nn.Module, mesh: Mesh, config: TrainConfig, compute_dtype: torch.dtype | None) -> _Parts:
         assert mesh.pipeline is not None
         ranks, place = mesh.pipeline.size(), mesh.pipeline.get_local_rank()
         division = cut(model, _placed(model, ranks, config))
         count = len(division.held)
         mine = range(place, count, ranks)
         bare = meta_copy(model)
-        shapes = Shapes([without(bare, division.absent({number})) for number in range(count)], first_argument(model))
+        bare_stages = [without(bare, division.absent({number})) for number in range(count)]
+        shapes = Shapes(bare_stages, first_argument(model), compute_dtype if mesh.sharded is not None else None)
         stages = {number: without(model, division.absent({number})) for number in mine}
         return cls(without(model, division.absent(mine)), stages, division, shapes)
 

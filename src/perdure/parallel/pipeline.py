@@ -81,7 +81,7 @@ class Pipeline:
         if key not in self._schedules:
             self._schedules[key] = self._schedule(micro_batches, shapes, train)
         for stage in self._stages:
-            stage.begin(calls, loss, seed)
+            stage.begin(calls, None if stage.is_last else shapes[stage.number], loss, seed)
         indices = torch.arange(micro_batches)
         first = (indices,) if self._stages[0].is_first else ()
         try:
@@ -127,12 +127,13 @@ class _Stage(nn.Module):
         self.number, self.is_first, self.is_last = number, number == 0, number == count - 1
         self._first = first
         self._calls: list[Call] = []
+        self._shape: Shape | None = None
         self._loss: Loss | None = None
         self._seed: Seed | None = None
 
-    def begin(self, calls: Sequence[Call], loss: Loss, seed: Seed) -> None:
-        """What the next micro-batches are."""
-        self._calls, self._loss, self._seed = list(calls), loss, seed
+    def begin(self, calls: Sequence[Call], shape: Shape | None, loss: Loss, seed: Seed) -> None:
+        """What the next micro-batches are, and what the stage after expects."""
+        self._calls, self._shape, self._loss, self._seed = list(calls), shape, loss, seed
 
     def end(self) -> None:
         """Forgets them."""
@@ -160,6 +161,12 @@ class _Stage(nn.Module):
         self._seed(number, self.number)
         call = call if self.is_first else call.with_hidden(hidden, self._first)
         output = self.module(*call.args, **call.kwargs)
+        if not self.is_last and (tuple(output.shape), output.dtype) != self._shape:
+            raise UsageError(
+                f"pipeline parallelism: stage {self.number} hands on {output.dtype} {list(output.shape)}, and on the "
+                f"meta device it was {self._shape and (self._shape[1], list(self._shape[0]))}",
+                hint="the shape of hidden states must follow from the shapes of the model's arguments alone",
+            )
         if not self.is_last and torch.is_grad_enabled() and not output.requires_grad:
             # Frozen so far: the stage after sends a gradient all the same.
             output.requires_grad_()

@@ -51,10 +51,14 @@ class Shapes:
     Args:
         stages: all stages, on the meta device.
         first: name of the first argument of the model's forward.
+        compute_dtype: what floating-point parameters and arguments are cast to for computing, or None.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], first: str) -> None:
-        self._stages, self._first = stages, first
+    def __init__(self, stages: Sequence[nn.Module], first: str, compute_dtype: torch.dtype | None = None) -> None:
+        self._stages, self._first, self._dtype = stages, first, compute_dtype
+        if compute_dtype is not None:
+            for stage in stages:
+                stage.to(compute_dtype)
         self._known: dict[tuple[Any, ...], list[Shape]] = {}
 
     def between(self, calls: Sequence[Call]) -> list[Shape]:
@@ -78,7 +82,7 @@ class Shapes:
 
     @torch.no_grad()
     def _run(self, call: Call) -> list[Shape]:
-        call = Call(_mapped(call.args, _to_meta), _mapped(dict(call.kwargs), _to_meta))
+        call = Call(_mapped(call.args, self._to_meta), _mapped(dict(call.kwargs), self._to_meta))
         found: list[Shape] = []
         for number, stage in enumerate(self._stages[:-1]):
             try:
@@ -99,6 +103,9 @@ class Shapes:
             call = call.with_hidden(hidden, self._first)
         return found
 
+    def _to_meta(self, tensor: Tensor) -> Tensor:
+        return tensor.to("meta", self._dtype) if tensor.is_floating_point() and self._dtype else tensor.to("meta")
+
 
 def _signature(value: Any) -> Any:
     if isinstance(value, Tensor):
@@ -118,7 +125,3 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return type(value)(_mapped(item, change) for item in value)
     return value
-
-
-def _to_meta(tensor: Tensor) -> Tensor:
-    return tensor.to("meta")

@@ -76,6 +76,7 @@ class Evaluation:
         try:
             return self._run(parallel)
         finally:
+            parallel.rest()
             streams.load_state_dict(drawn)
 
     def _run(self, parallel: Parallel) -> float:
@@ -95,8 +96,11 @@ class Evaluation:
                 sums += torch.tensor([float(value), count], dtype=torch.float64) * self._mesh.counts
                 return value
 
+            def seed(index: int, stage: int, micro_batches: Sequence[MicroBatch] = micro_batches) -> None:
+                seed_streams(self._loader.seed, _EVALUATION, micro_batches[index].first, stage)
+
             if pipeline is not None:
-                pipeline.evaluate(len(micro_batches), loss, lambda index, stage: None)
+                pipeline.evaluate(len(micro_batches), loss, seed)
             else:
                 for index in range(len(micro_batches)):
                     loss(index, model)

@@ -16,6 +16,7 @@ from perdure.config.ranks import check_ranks
 from perdure.config.schema import TrainConfig
 from perdure.data.loader import StepBatch
 from perdure.engine.checkpointer import Checkpointer, Loaded
+from perdure.engine.laps import Laps, process_age
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.errors import PerdureError, TrainingError, UsageError
@@ -88,11 +89,14 @@ class Trainer:
         Raises:
             PerdureError: with one sentence and a hint; checkpoints committed before are untouched.
         """
+        self._laps = Laps(process_age())
+        self._laps.end("start")
         try:
             with listen() as stop, contextlib.ExitStack() as stack:
                 self.ranks = Ranks()
                 with self.ranks.as_one():
                     self._build(stack)
+                    self._laps.end("build")
                     self._resume(checkpoint_path)
                     if self.state.finished:
                         self.console.say(
@@ -178,6 +182,7 @@ class Trainer:
         """Loads what there is to load, and goes on from there."""
         state, training = self.state, self.config.training
         saved = self.checkpointer.load(checkpoint_path)
+        self._laps.end("agree", self.checkpointer.loaded.phases if self.checkpointer.loaded is not None else None)
         state.steps, state.attempt = training.steps, self.checkpointer.attempt
         state.global_batch_size, state.dataset_length = training.global_batch_size, self.loader.length
         if self.checkpointer.loaded is not None:
@@ -212,7 +217,7 @@ class Trainer:
             f"{'started from' if loaded.weights_only else 'resumed from'} {loaded.path}: step {state.global_step}, "
             f"sample {state.consumed_samples}, epoch {state.epoch_num}"
             + "".join(f"; {note}" for note in notes)
-            + f" ({loaded.bytes_read / 2**20:,.1f} MiB in {loaded.seconds:.2f} s)"
+            + f" ({loaded.bytes_read / 2**20:,.1f} MiB in {loaded.seconds:.2f} s; {self._laps})"
         )
 
     def _training_record(self) -> dict[str, Any]:
@@ -238,6 +243,10 @@ class Trainer:
         while not (self.state.finished or self.state.stop_signal):
             self.ranks.phase.set("waiting for data", self.state.global_step + 1)
             self._step(next(self._batches), stop)
+            if "first step" not in self._laps.seconds:
+                self._laps.end("first step")
+                seconds = {phase: round(seconds, 3) for phase, seconds in self._laps.seconds.items()}
+                self.checkpointer.note("first_step", step=self.state.global_step, seconds=seconds)
 
     def _step(self, batch: StepBatch, stop: StopRequest) -> None:
         state = self.state
@@ -263,6 +272,7 @@ class Trainer:
         if not state.stop_signal:
             self._evaluate()
         self._hook("on_step_end")
+        self._parallel.rest()
         if self.checkpointer.step(state):
             self._hook("on_save")
         self.console.step(state, result.tokens, self.checkpointer.last_saved_step)
@@ -312,6 +322,7 @@ class Trainer:
             "tokens_per_second": round(speed, 1),
             "stall_s": round(self.checkpointer.last_stall_s, 4),
             "save_s": round(self.checkpointer.last_save_s, 4),
+            "save_gib_per_s": round(self.checkpointer.last_save_rate, 3),
         }
         self._logbook.step(self.state, (batch.first, batch.last), id_sum, figures)
 
@@ -361,6 +372,7 @@ class Trainer:
         if state.stop_signal and self.config.checkpoint.enable_save:
             last = f"the last save took {self.checkpointer.last_save_s:.1f} s"
             self.console.say(f"stopping at step {state.global_step}: saving ({last})")
+        self._parallel.rest()
         if self.checkpointer.save(state, wait=True):
             self._hook("on_save")
         if state.stop_signal:
