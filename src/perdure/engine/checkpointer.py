@@ -16,6 +16,7 @@ from torch import nn
 from perdure.catalog.publish import Staging, stage
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.base import Base, load_base
+from perdure.engine.linked import Linkable
 from perdure.engine.live import Live
 from perdure.engine.plan import Planner
 from perdure.engine.priority import lower_priority
@@ -29,6 +30,7 @@ from perdure.engine.watch import SAVE_THREAD
 from perdure.engine.writer import WriteBuffers
 from perdure.errors import SaveError
 from perdure.format.commit import CommitRecord
+from perdure.state.model import frozen_names
 from perdure.storage.base import Storage
 from perdure.storage.local import LocalStorage
 
@@ -100,6 +102,7 @@ class Checkpointer:
             config, config.save_path or default_path, storage or LocalStorage(), self.ranks, self.attempt, self._say
         )
         self._base: Base | None = None
+        self._links: dict[str, Linkable] = {}
         self._planner = Planner(self.ranks, config.remove_redundancy)
         self._buffers: WriteBuffers | None = None
         self._background: WriteBuffers | None = None
@@ -115,6 +118,12 @@ class Checkpointer:
     def last_saved_step(self) -> int:
         """Step of the save that was started last or loaded; -1 for none, or after one that failed."""
         return self._last_saved[0]
+
+    @property
+    def last_save_rate(self) -> float:
+        """GiB/s of the last save, over all ranks, from its start to its commit; known on rank 0."""
+        size = self.last_commit.size if self.last_commit is not None else 0
+        return size / (1 << 30) / self.last_save_s if self.last_save_s else 0.0
 
     @property
     def lineage(self) -> str:
@@ -142,6 +151,7 @@ class Checkpointer:
         if self.config.base_load_path:
             self._base = load_base(self.config, self._live, self._save_root, self.ranks, self._say)
         self.loaded = loaded = self._restore().run(checkpoint_path)
+        self._links = loaded.links if loaded is not None and loaded.root == self.path else {}
         if self._base is not None:
             self._base.settle(loaded)
         if loaded is None:
@@ -186,6 +196,7 @@ class Checkpointer:
         step = loaded.progress.global_step
         self.ranks.together(lambda: self._save_root.go_back_to(step, loaded.sequence), "moving the tracker")
         self._last_saved = _position(loaded.progress)
+        self._links = loaded.links
         self._save_root.event("rollback", to=step, sequence=loaded.sequence, **why)
         return loaded.progress
 
@@ -199,6 +210,10 @@ class Checkpointer:
             say=self._say,
             base=self._base,
         )
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Appends an event to the root's events.jsonl, on rank 0 and where saving is enabled; never fails a run."""
+        self._save_root.event(event, **fields)
 
     # ---- saving
 
@@ -321,13 +336,14 @@ class Checkpointer:
             rank=self.ranks.rank,
             ranks=self.ranks.size,
             prefix=self.config.prefix or "checkpoint",
-            entries=entries_of(plan, self.ranks.rank, tensors),
+            entries=entries_of(plan, self.ranks.rank, tensors, frozen_names(self._live.model)),
             common=progress.common(),
             training=training,
             lock=self._save_root.lock,
             before_commit=self._before_commit,
             warn=lambda text: self._say(f"warning: {text}"),
             peers=self.ranks,
+            links=self._links,
         )
 
     def _run_together(self, job: SaveJob) -> CommitRecord | None:
@@ -377,7 +393,7 @@ class Checkpointer:
 
     def _settle(self, job: SaveJob, commit: CommitRecord | None, seconds: float) -> None:
         """A save is committed: the numbers move on."""
-        self._save_root.parent = job.identity.sequence
+        self._save_root.parent, self._links = job.identity.sequence, job.linkable
         self.last_save_s, self.last_commit = seconds, commit
 
     def _after_commit(self, commit: CommitRecord | None, seconds: float) -> None:

@@ -18,7 +18,7 @@ _NICE = 10
 
 
 def lower_priority() -> None:
-    """Gives the calling thread a small share of busy processors, and of the disk the least short of starving; never fails.
+    """Gives the calling thread a small share of busy processors, and the least of the disk; never fails.
 
     On Linux a thread has its own; elsewhere nothing is done, as it would be the whole process's.
     """

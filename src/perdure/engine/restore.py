@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from perdure.catalog.choose import fallback
 from perdure.catalog.events import mark_damaged
 from perdure.catalog.foreign import WRITERS, ForeignContent, ForeignKind, read_foreign
-from perdure.catalog.read import IterationContent, ShardFiles, open_shards, read_iteration
+from perdure.catalog.read import IterationContent, ShardFiles, open_shards, read_iteration, save_tag
 from perdure.catalog.root import Iteration, Root
 from perdure.catalog.verify import check_data
 from perdure.config.schema import CheckpointConfig
@@ -22,6 +22,7 @@ from perdure.engine.balance import read_balanced
 from perdure.engine.compare import compare_loaded
 from perdure.engine.find import find_checkpoint
 from perdure.engine.laps import Laps
+from perdure.engine.linked import Linkable, linkable_files
 from perdure.engine.live import Live
 from perdure.engine.load import LoadPlan, check_config, few, held_names
 from perdure.engine.progress import Progress
@@ -53,7 +54,7 @@ class Loaded:
     """What a load found and did.
 
     `sequence` is 0 for a foreign checkpoint; `weights_only` means that the run starts at step 0; `model_tensors` are
-    the names of those that it brought to this rank.
+    the names of those that it brought to this rank; `links` its files of frozen weights.
     """
 
     path: str
@@ -70,6 +71,7 @@ class Loaded:
     phases: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     model_tensors: frozenset[str] = frozenset()
+    links: dict[str, Linkable] = field(default_factory=dict)
 
 
 class Restore:
@@ -176,6 +178,7 @@ class Restore:
             attempt=content.commit.attempt,
             ranks=content.commit.ranks,
             model_tensors=plan.found,
+            links=linkable_files(content.metadata, iteration.path, save_tag(content.commit)),
             bytes_read=count,
             notes=[*plan.notes, *self._align_masters(plan, weights_only)],
         )
