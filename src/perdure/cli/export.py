@@ -130,6 +130,9 @@ def _config(state: Any, path: Path | None) -> dict[str, Any] | None:
     """What config.json is to say, or None where the model's description isn't known."""
     from perdure.config.load import load_config
 
+    if path is None and isinstance(state.training.get("config"), dict):
+        # Imported with its own.
+        return dict(state.training["config"])
     if path is None:
         attempt = state.commit.attempt if state.commit is not None else ""
         beside = Path(os.path.dirname(state.root)) / f"config-{attempt}.yaml"
@@ -139,10 +142,13 @@ def _config(state: Any, path: Path | None) -> dict[str, Any] | None:
     section = load_config(path).model
     model: Mapping[str, Any] = {**section.model_dump(exclude_none=True), **section.extras()}
     kind = model.get("type") or ("transformers" if model.get("model_type") else "decoder")
+    shapes = {item.name: item.shape for item in state.section("model")}
     if kind == "decoder":
         from perdure.convert.huggingface import llama_config
 
-        return llama_config(model, {item.name: item.shape for item in state.section("model")})
+        return llama_config(model, shapes)
     if kind == "transformers":
-        return {k: v for k, v in model.items() if k not in ("type", "params_dtype", "compute_dtype")}
+        from perdure.convert.huggingface import transformers_config
+
+        return transformers_config(model, shapes)
     return None

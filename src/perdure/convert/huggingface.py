@@ -16,7 +16,7 @@ from perdure.errors import MismatchError
 from perdure.format.dtypes import BY_SAFETENSORS, BY_TORCH
 from perdure.storage.local import LocalStorage
 
-__all__ = ["LARGEST", "llama_config", "write_huggingface"]
+__all__ = ["LARGEST", "llama_config", "transformers_config", "write_huggingface"]
 
 LARGEST = 5_000_000_000
 """Bytes of tensors per file, as the library's own limit is."""
@@ -112,6 +112,30 @@ def llama_config(model: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
         "bos_token_id": None,
         "eos_token_id": None,
     }
+
+
+def transformers_config(model: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What config.json says of a model that the transformers library built.
+
+    Args:
+        model: the run's `model` section.
+        shapes: of the weights; they say how many token ids there are where the section doesn't.
+
+    Raises:
+        UsageError: the library is not installed.
+        KeyFaults: the library refuses the section.
+    """
+    from perdure.models.transformers import causal_lm
+
+    keys = {key: value for key, value in model.items() if key not in ("type", "compute_dtype")}
+    with torch.device("meta"):
+        built: Any = causal_lm(**keys)
+    embedding = built.get_input_embeddings().weight
+    name = next(name for name, parameter in built.named_parameters() if parameter is embedding)
+    said: dict[str, Any] = built.config.to_dict()
+    said.pop("dtype", None)
+    vocabulary = shapes[name][0] if name in shapes else built.config.vocab_size
+    return {**said, "architectures": [type(built).__name__], "vocab_size": vocabulary, "use_cache": True}
 
 
 def _cut(items: list[Item], dtype: str, largest: int) -> list[list[Item]]:
