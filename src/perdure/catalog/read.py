@@ -239,10 +239,10 @@ class ShardFiles:
 
     def _check_header(self, index: int, header: Header, path: str) -> None:
         record = self.metadata.files[index]
-        if self._verify and self.commit is not None and header.text.get("save") != save_tag(self.commit):
+        expected = record.save or (save_tag(self.commit) if self.commit is not None else "")
+        if self._verify and self.commit is not None and header.text.get("save") != expected:
             raise DamagedCheckpointError(
-                f"{path}: belongs to save {header.text.get('save', '(none)')[:120]}, this iteration is "
-                f"{save_tag(self.commit)}",
+                f"{path}: belongs to save {header.text.get('save', '(none)')[:120]}, this iteration is {expected}",
                 file=path,
                 hint="the file was taken from another step or run",
             )
@@ -291,9 +291,10 @@ class ShardFiles:
             save = parse_header(raw, reader.size, path).text.get("save")
         except DamagedCheckpointError:
             return damage
-        if self.commit is not None and save is not None and save != save_tag(self.commit):
+        expected = record.save or (save_tag(self.commit) if self.commit is not None else save)
+        if save is not None and save != expected:
             return DamagedCheckpointError(
-                f"{path}: belongs to save {save[:120]}, this iteration is {save_tag(self.commit)}",
+                f"{path}: belongs to save {save[:120]}, this iteration is {expected}",
                 file=path,
                 hint="the file was taken from another step or run",
             )

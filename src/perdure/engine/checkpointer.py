@@ -16,7 +16,7 @@ from torch import nn
 from perdure.catalog.publish import Staging, stage
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.base import Base, load_base
-from perdure.engine.linked import Linkable
+from perdure.engine.linked import Linkable, bytes_of
 from perdure.engine.live import Live
 from perdure.engine.plan import Planner
 from perdure.engine.priority import lower_priority
@@ -312,13 +312,15 @@ class Checkpointer:
         )
         training = {**self._training(), **state, **({"base": adapter.record()} if adapter and adapter.kept else {})}
         plan = self._planner.plan(tensors)
+        frozen = frozen_names(self._live.model)
         # A number once used is never used again: what failed may be committed all the same.
         self._save_root.sequence += 1
         identity = Identity(self.lineage, self._save_root.sequence, self.parent, self.attempt)
 
         def make() -> str:
             self._save_root.finish_deletion()
-            self._save_root.check_room(plan.total_bytes, progress.global_step)
+            room = plan.total_bytes - (bytes_of(plan, frozen) if self._links else 0)
+            self._save_root.check_room(room, progress.global_step)
             staging = stage(self._save_root.root, progress.global_step, self.attempt, identity.sequence)
             return str(staging.path)
 
@@ -336,7 +338,7 @@ class Checkpointer:
             rank=self.ranks.rank,
             ranks=self.ranks.size,
             prefix=self.config.prefix or "checkpoint",
-            entries=entries_of(plan, self.ranks.rank, tensors, frozen_names(self._live.model)),
+            entries=entries_of(plan, self.ranks.rank, tensors, frozen),
             common=progress.common(),
             training=training,
             lock=self._save_root.lock,

@@ -11,8 +11,8 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from perdure import __version__
 from perdure.catalog.lock import RootLock
 from perdure.catalog.publish import Staging, discard, publish
 from perdure.catalog.root import Root
+from perdure.engine.linked import FROZEN, Linkable
 from perdure.engine.plan import SavePlan, ShardId
 from perdure.engine.ranks import Ranks
 from perdure.engine.staging import Staging as Snapshot
@@ -30,7 +31,7 @@ from perdure.format.commit import CommitRecord
 from perdure.format.common import CommonInfo
 from perdure.format.jsonio import decode, encode
 from perdure.format.metadata import SECTIONS, CheckpointMetadata, FileRecord, Section, ShardRecord, TensorRecord
-from perdure.format.names import part_filename, shard_filename, temporary_name
+from perdure.format.names import iteration_dirname, part_filename, shard_filename, temporary_name
 from perdure.state.shards import NamedTensor
 
 __all__ = ["Identity", "SaveJob", "entries_of"]
@@ -80,18 +81,23 @@ class _ShardFile:
     section: Section
     shards: list[tuple[str, ShardId]]
     write: FileWrite
+    kept: bool = False
+    link: Linkable | None = None
 
 
-def entries_of(plan: SavePlan, rank: int, tensors: Sequence[NamedTensor]) -> dict[Section, list[Entry]]:
-    """What `rank` writes, by section, each shard under a key that is unique in its file."""
+def entries_of(
+    plan: SavePlan, rank: int, tensors: Sequence[NamedTensor], frozen: frozenset[str] = frozenset()
+) -> dict[tuple[Section, bool], list[Entry]]:
+    """What `rank` writes, by section and whether it is of the model's `frozen` tensors, each shard under a key that is
+    unique in its file."""
     memory = {ShardId(t.section, t.name, p.box): p.tensor for t in tensors for p in t.pieces}
-    found: dict[Section, list[Entry]] = {}
+    found: dict[tuple[Section, bool], list[Entry]] = {}
     mine = plan.writes_of(rank)
-    for section in SECTIONS:
+    for section, kept in ((section, kept) for section in SECTIONS for kept in (False, True)):
         taken = {"__metadata__"}
         rows = []
         for shard in mine:
-            if shard.section != section:
+            if shard.section != section or kept != (section == "model" and shard.name in frozen):
                 continue
             key, count = shard.name, 0
             while key in taken:
@@ -101,7 +107,7 @@ def entries_of(plan: SavePlan, rank: int, tensors: Sequence[NamedTensor]) -> dic
             dtype = plan.tensors[section, shard.name].dtype
             rows.append(Entry(shard, FileEntry(key, dtype, memory[shard])))
         if rows:
-            found[section] = rows
+            found[section, kept] = rows
     return found
 
 
@@ -116,16 +122,18 @@ class SaveJob:
     rank: int
     ranks: int
     prefix: str
-    entries: InitVar[dict[Section, list[Entry]]]
+    entries: InitVar[dict[tuple[Section, bool], list[Entry]]]
     common: CommonInfo
     training: dict[str, Any]
     lock: RootLock | None
     before_commit: Callable[[], tuple[int, str]] = field(default=lambda: (0, ""))
     warn: Callable[[str], None] = field(default=lambda text: None)
     peers: Ranks | None = None
+    links: Mapping[str, Linkable] = field(default_factory=dict)
 
-    def __post_init__(self, entries: dict[Section, list[Entry]]) -> None:
-        self._files = [self._file(section, rows) for section, rows in entries.items()]
+    def __post_init__(self, entries: dict[tuple[Section, bool], list[Entry]]) -> None:
+        self.linkable: dict[str, Linkable] = {}
+        self._files = [self._file(section, kept, rows) for (section, kept), rows in entries.items()]
         self._cuda = any(row.file.tensor.device.type == "cuda" for rows in entries.values() for row in rows)
         self._early: Exception | None = None
 
@@ -134,9 +142,10 @@ class SaveJob:
 
         What the storage refuses meanwhile is raised by `run`, as anywhere else in the save.
         """
-        snapshot.snapshot([file.write for file in self._files], cuda=self._cuda)
+        written = [file for file in self._files if file.link is None]
+        snapshot.snapshot([file.write for file in written], cuda=self._cuda)
         try:
-            for file in self._files:
+            for file in written:
                 if file.write.cut:
                     file.write.write_live(self.root.storage, self._path(file), buffers())
         except Exception as error:
@@ -192,13 +201,19 @@ class SaveJob:
             discard(self.staging)
             raise self._failed(error) from error
 
-    def _file(self, section: Section, rows: list[Entry]) -> _ShardFile:
-        name = shard_filename(self.prefix, _KIND[section], self.rank, self.ranks)
+    def _file(self, section: Section, kept: bool, rows: list[Entry]) -> _ShardFile:
+        """A file to be written; or one of frozen weights that has its name already, as nothing in it has changed."""
+        name = shard_filename(self.prefix + FROZEN * kept, _KIND[section], self.rank, self.ranks)
         text = {"format": "pt", "save": self.identity.mark, "rank": str(self.rank)}
         tensors = {row.file.key: row.file.tensor for row in rows}
         shapes = [(row.file.key, row.file.dtype, tuple(row.file.tensor.shape)) for row in rows]
         shards = [(row.file.key, row.shard) for row in rows]
-        return _ShardFile(section, shards, FileWrite(name, shapes, tensors.__getitem__, text))
+        file = _ShardFile(section, shards, FileWrite(name, shapes, tensors.__getitem__, text), kept)
+        before = self.links.get(name) if kept else None
+        held = [(r.file.key, r.shard.name, r.file.dtype, *r.shard.box, r.file.tensor) for r in rows]
+        if before is not None and before.holds(held) and before.link(self.root.storage, self._path(file)):
+            return replace(file, link=before)
+        return file
 
     def _path(self, file: _ShardFile) -> str:
         return os.path.join(self.staging.path, file.write.name)
@@ -207,6 +222,12 @@ class SaveJob:
         if self._early is not None:
             raise self._early
         for file in self._files:
+            if file.link is not None:
+                rows = file.link.records(len(part.files))
+                part.shards += [(SECTIONS.index(file.section), name, record) for name, record in rows]
+                part.files.append(file.link.record)
+                self.linkable[file.write.name] = replace(file.link, path=self._final(file))
+                continue
             written = file.write.run(self.root.storage, self._path(file), buffers)
             for key, shard in file.shards:
                 digest, blocks = written.digests[key]
@@ -214,6 +235,24 @@ class SaveJob:
                 record = ShardRecord(len(part.files), shard.box.offset, shard.box.shape, digest, blocks, own)
                 part.shards.append((SECTIONS.index(file.section), shard.name, record))
             part.files.append(written.record)
+            if file.kept:
+                self.linkable[file.write.name] = self._linkable(file, written.record, part.shards)
+
+    def _final(self, file: _ShardFile) -> str:
+        return os.path.join(self.root.join(iteration_dirname(self.common.global_step)), file.write.name)
+
+    def _linkable(
+        self, file: _ShardFile, record: FileRecord, shards: Sequence[tuple[int, str, ShardRecord]]
+    ) -> Linkable:
+        """A file just written, as the next save may link it once this one is committed."""
+        dtypes = {
+            name: self.plan.tensors[section, name].dtype
+            for section, name in self.plan.tensors
+            if section == file.section
+        }
+        own = [(name, shard) for _, name, shard in shards[-len(file.shards) :]]
+        rows = {shard.key or name: (name, dtypes[name], shard) for name, shard in own}
+        return Linkable(self._final(file), msgspec.structs.replace(record, save=self.identity.mark), rows)
 
     def _report(self, part: Part, quietly: bool = False) -> None:
         """Puts this rank's part record where rank 0 looks for it, in one step."""

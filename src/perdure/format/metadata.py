@@ -29,16 +29,18 @@ _MOST_DIMENSIONS = 64  # torch's own limit
 _FILE_KINDS = {"model": "model", "optimizer": "opt", "extra": "extra"}
 
 
-class FileRecord(msgspec.Struct, frozen=True):
+class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One shard file: its name in the iteration directory, its size, the digest of its header.
 
     The header is the length prefix, the JSON and its padding. Foreign files have size 0 and an empty
-    digest: unknown.
+    digest: unknown. `save` is the mark in the header where the file was linked from an earlier iteration: that of
+    the save which wrote it.
     """
 
     name: str
     size: Count = msgspec.field(name="bytes")
     header: str
+    save: str = ""
 
 
 class ShardRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -92,6 +92,9 @@ class Storage(Protocol):
     def rename(self, source: str, target: str) -> None:
         """Renames; an existing file `target` is replaced, an existing non-empty directory raises."""
 
+    def link(self, source: str, target: str) -> None:
+        """Gives a file a second name (it must not exist) in the same file system; raises OSError where none can be."""
+
     def exchange(self, a: str, b: str) -> None:
         """Swaps two names in one operation; raises OSError (EINVAL or ENOSYS) where that cannot be."""
 

@@ -127,6 +127,9 @@ class FaultStorage(Storage):
     def rename(self, source: str, target: str) -> None:
         self._run("rename", target, lambda: self.inner.rename(source, target))
 
+    def link(self, source: str, target: str) -> None:
+        self._run("link", target, lambda: self.inner.link(source, target))
+
     def exchange(self, a: str, b: str) -> None:
         self._run("exchange", b, lambda: self.inner.exchange(a, b))
 

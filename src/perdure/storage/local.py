@@ -102,6 +102,9 @@ class LocalStorage(Storage):
     def rename(self, source: str, target: str) -> None:
         os.replace(source, target)
 
+    def link(self, source: str, target: str) -> None:
+        os.link(source, target, follow_symlinks=False)
+
     def exchange(self, a: str, b: str) -> None:
         if not sys.platform.startswith("linux"):
             raise OSError(errno.ENOSYS, "no atomic exchange on this system", a)
