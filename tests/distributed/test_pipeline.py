@@ -244,6 +244,19 @@ class Tower(nn.Module):
         return x if self.out is None else self.out(x)
 
 
+def test_batches_that_grow_and_change_between_runs(tmp_path: Path) -> None:
+    """The number of micro-batches changes within a run, and with another global batch size between two."""
+    torch.manual_seed(3)
+    given: dict[str, Any] = {"model": Tower(), "train_dataset": squares(), "compute_loss_func": tower_loss}
+    ramp: dict[str, Any] = {"local_batch_size": 2, "rampup_batch_size": [4, 4, 16], "global_batch_size": 12}
+    for name, ranks, layout in (("one", 1, {}), ("chunks", 2, CHUNKS), ("1f1b", 2, PIPELINE)):
+        output = tmp_path / name
+        run(tmp_path, ranks, configuration(output, 4, training=ramp, parallelism=layout), **given)
+        after = {"local_batch_size": 2, "global_batch_size": 8}
+        run(tmp_path, ranks, configuration(output, 10, training=after, parallelism=layout), **given)
+        agrees(output, tmp_path / "one")
+
+
 def test_a_step_whose_gradients_are_not_finite_is_left_out_on_all_stages(tmp_path: Path) -> None:
     torch.manual_seed(3)
     data = squares()
@@ -260,6 +273,14 @@ def test_a_step_whose_gradients_are_not_finite_is_left_out_on_all_stages(tmp_pat
         assert [isinstance(loss, float) and loss == loss for (loss,) in here] == finite
         for (loss,), (wanted,), compared in zip(here, there, finite, strict=True):
             assert not compared or loss == pytest.approx(wanted, abs=1e-6)
+
+
+def frozen() -> Tower:
+    """A model whose first half is not trained."""
+    model = Tower()
+    for part in (model.widen, model.layers[0], model.layers[1]):
+        part.requires_grad_(False)
+    return model
 
 
 def squares(length: int = 48) -> list[tuple[Tensor, Tensor]]:
@@ -308,6 +329,7 @@ def test_a_model_of_ones_own_with_a_plan(tmp_path: Path) -> None:
         ({"model": nn.Linear(4, 1)}, {}, "parallelism.pipeline_parallel: Linear has no plan for it"),
         ({}, {"pipeline_parallel_layers_per_stage": ["0", "1-2"]}, "expected all 4 layers, found 3"),
         ({}, {"pipeline_parallel_interleave_num": 3}, "expected at least 6 layers for 6 stages, found 4"),
+        ({"model": frozen()}, {}, "one has frozen parameters only"),
         ({"optimizer": torch.optim.SGD(Tower().parameters())}, {}, "describe it in the optimizer section"),
     ],
 )

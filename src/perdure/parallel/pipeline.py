@@ -27,6 +27,8 @@ Loss = Callable[[int, Any], Tensor]
 """`loss(index, model)`: the scalar of micro-batch `index`, with `model` called once for it."""
 Seed = Callable[[int, int], None]
 """`seed(index, stage)`: seeds the random streams for a stage's part of a micro-batch."""
+_KEPT = 4
+"""Schedules that are kept, each with its receive buffers: one for each shape and number of micro-batches."""
 
 
 class Pipeline:
@@ -79,6 +81,8 @@ class Pipeline:
         shapes = self._shapes.between(calls)
         key = (train, micro_batches, *shapes)
         if key not in self._schedules:
+            if len(self._schedules) >= _KEPT:
+                del self._schedules[next(iter(self._schedules))]
             self._schedules[key] = self._schedule(micro_batches, shapes, train)
         for stage in self._stages:
             stage.begin(calls, None if stage.is_last else shapes[stage.number], loss, seed)

@@ -174,6 +174,12 @@ def optimizer_and_schedule(config: TrainConfig, model: nn.Module, given: Any, me
             "the optimizer that was passed holds the parameters of the whole model, of which a rank has one stage",
             hint="describe it in the optimizer section",
         )
+    if mesh.pipeline is not None and not any(p.requires_grad for p in model.parameters()):
+        raise config.fault(
+            "parallelism.pipeline_parallel_layers_per_stage",
+            "expected something to train on every rank of the pipeline, and one has frozen parameters only",
+            hint="give that rank a layer that is trained, or use other degrees",
+        )
     try:
         schedule = build_schedule(config.lr_scheduler, config.training.steps)
         peak = config.lr_scheduler.learning_rate
