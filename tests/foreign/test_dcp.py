@@ -14,7 +14,8 @@ from tests.foreign.ours import perdure
 from tests.foreign.toy import equal, load, optimizer_of
 from torch import Tensor, nn
 
-from perdure.catalog.diff import diff, fingerprint
+from perdure.catalog.diff import diff
+from perdure.catalog.fingerprint import fingerprint
 from perdure.cli.main import run
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.checkpointer import Checkpointer

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from tests.foreign.toy import FIXTURES, SHAPES, copied, hazard
 
 from perdure import Checkpoint, verify
-from perdure.catalog.diff import diff, fingerprint
+from perdure.catalog.diff import diff
+from perdure.catalog.fingerprint import fingerprint
 from perdure.cli.main import run
 
 EVERY = sorted(p.name.removesuffix(".expected.json") for p in FIXTURES.glob("*.expected.json"))

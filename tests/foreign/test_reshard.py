@@ -17,7 +17,8 @@ from tests.foreign.ours import SIZES, perdure, saved, trained
 from tests.foreign.toy import FIXTURES, equal, load, optimizer_of
 
 from perdure import Checkpoint
-from perdure.catalog.diff import diff, fingerprint
+from perdure.catalog.diff import diff
+from perdure.catalog.fingerprint import fingerprint
 from perdure.catalog.root import Root
 from perdure.catalog.verify import verify
 from perdure.cli.main import run

@@ -17,7 +17,8 @@ from tests.foreign.toy import FIXTURES, Toy, equal, load, optimizer_of, truth
 from torch import Tensor, nn
 
 from perdure import Checkpoint
-from perdure.catalog.diff import diff, fingerprint
+from perdure.catalog.diff import diff
+from perdure.catalog.fingerprint import fingerprint
 from perdure.catalog.verify import verify
 from perdure.cli.main import run
 from perdure.config.schema import CheckpointConfig
