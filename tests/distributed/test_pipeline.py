@@ -168,6 +168,8 @@ def test_a_run_goes_through_layouts_and_back(tmp_path: Path, low: bool) -> None:
     described = [iteration(moved, number + 1) for number in range(len(chain))]
     assert [set(each["model"]) for each in described] == [set(described[1]["model"])] * len(chain)
     assert [set(each["optimizer"]) for each in described] == [set(described[1]["optimizer"])] * len(chain)
+    assert described[6]["training"]["mesh"] == {"pipeline": 2, "tensor": 2}
+    assert [described[number]["training"]["ranks"] for number in (0, 1, 4, 5)] == [2, 1, 3, 4]
     for each in described:
         assert sorted(map(settings, each["training"]["optimizer"]["groups"])) == sorted(
             map(settings, described[1]["training"]["optimizer"]["groups"])

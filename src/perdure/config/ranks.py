@@ -34,6 +34,18 @@ class RankLayout:
     def data_parallel(self) -> int:
         return self.replicate * self.shard
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees above 1, by their names, as metadata.json has them under `training.mesh`."""
+        named = {
+            "pipeline": self.pipeline,
+            "replicate": self.replicate,
+            "shard": self.shard,
+            "context": self.context,
+            "tensor": self.tensor,
+        }
+        return {name: degree for name, degree in named.items() if degree > 1}
+
 
 def check_ranks(config: TrainConfig, world_size: int) -> RankLayout:
     """Divide `world_size` ranks as the configuration asks, and check that the batches divide among them.

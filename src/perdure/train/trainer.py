@@ -119,7 +119,8 @@ class Trainer:
         self.console = Console(self.ranks.is_first)
         stack.callback(self.console.end)
         self.device = build.device()
-        self.mesh = make_mesh(check_ranks(config, self.ranks.size), self.device)
+        self._layout = check_ranks(config, self.ranks.size)
+        self.mesh = make_mesh(self._layout, self.device)
         torch.use_deterministic_algorithms(training.deterministic)
         seed_all(training.seed)
         self.train_dataset = build.data(config, self.train_dataset)
@@ -224,6 +225,7 @@ class Trainer:
         """What metadata.json keeps for a resume to compare."""
         return {
             "seed": self.config.training.seed,
+            "mesh": self._layout.degrees,
             "datasets": {"train": self.loader.identity()},
             "shuffle": self.config.train_dataset.dataloader.shuffle,
             "settings": self._settings,
