@@ -29,6 +29,7 @@ from perdure.engine.staging import Staging as Snapshot
 from perdure.engine.watch import SAVE_THREAD
 from perdure.engine.writer import WriteBuffers
 from perdure.errors import SaveError
+from perdure.format.collector import collector_paused
 from perdure.format.commit import CommitRecord
 from perdure.state.model import frozen_names
 from perdure.storage.base import Storage
@@ -303,6 +304,7 @@ class Checkpointer:
                 self._say(f"warning: {self._underway.error}")
         self._release()
 
+    @collector_paused()
     def _prepare(self, progress: Progress) -> SaveJob:
         adapter = self._base if self.config.save_trainable_only else None
         state, tensors = self._live.collect(

@@ -57,24 +57,21 @@ class Fill:
 
 @dataclass(frozen=True)
 class _Task:
-    """A shard that is needed, where it lies, and the pieces that it meets."""
+    """A shard that is needed, its box and bytes, where it lies, and the pieces that it meets."""
 
     fill: Fill
     shard: ShardRecord
     reader: FileReader
     offset: int
+    box: Box
+    size: int
     pieces: tuple[Piece, ...]
     stored: torch.dtype
 
     @property
-    def size(self) -> int:
-        return self.shard.box.numel * BY_SAFETENSORS[self.fill.record.dtype].itemsize
-
-    @property
     def straight(self) -> Piece | None:
         """A piece that lies in memory as the shard lies in the file."""
-        box = self.shard.box
-        return next((p for p in self.pieces if p.box == box and in_place(p.tensor, self.stored)), None)
+        return next((p for p in self.pieces if p.box == self.box and in_place(p.tensor, self.stored)), None)
 
 
 def read_tensors(
@@ -93,12 +90,14 @@ def read_tensors(
     """
     tasks = []
     for fill in fills:
-        stored = getattr(torch, BY_SAFETENSORS[fill.record.dtype].torch)
+        dtype = BY_SAFETENSORS[fill.record.dtype]
+        stored = getattr(torch, dtype.torch)
         for shard in distinct(fill.record.shards):
-            pieces = tuple(p for p in fill.pieces if meets(shard.box, p.box))
-            if pieces and shard.box.numel:
+            box = shard.box
+            pieces = tuple(p for p in fill.pieces if meets(box, p.box))
+            if pieces and box.numel:
                 reader, offset = source.locate(fill.section, fill.name, shard)
-                tasks.append(_Task(fill, shard, reader, offset, pieces, stored))
+                tasks.append(_Task(fill, shard, reader, offset, box, box.numel * dtype.itemsize, pieces, stored))
     tasks.sort(key=lambda t: (t.shard.file, t.offset))
     worker = _Worker(source, verify, progress)
     jobs = _jobs(worker, tasks)
@@ -172,10 +171,11 @@ def bytes_to_read(fills: Iterable[Fill]) -> int:
     for fill in fills:
         itemsize = BY_SAFETENSORS[fill.record.dtype].itemsize
         for shard in distinct(fill.record.shards):
-            overlaps = [o for p in fill.pieces if (o := overlap(shard.box, p.box)) is not None]
+            box = shard.box
+            overlaps = [o for p in fill.pieces if (o := overlap(box, p.box)) is not None]
             end = 0
-            for part, first in _slabs(shard.box, overlaps, SLAB // itemsize):
-                begin, after = _blocks(first * itemsize, part.numel * itemsize, shard.box.numel * itemsize)
+            for part, first in _slabs(box, overlaps, SLAB // itemsize):
+                begin, after = _blocks(first * itemsize, part.numel * itemsize, box.numel * itemsize)
                 total += max(0, after - max(begin, end))
                 end = max(end, after)
     return total
@@ -200,7 +200,7 @@ class _Worker:
             self.read_checked(task, 0, memory_of(straight.tensor))
             for piece in task.pieces:
                 if piece is not straight:
-                    copy_overlap(straight.tensor, task.shard.box, piece)
+                    copy_overlap(straight.tensor, task.box, piece)
         else:
             self._through_slabs(task)
 
@@ -226,9 +226,9 @@ class _Worker:
             if straight is not None and len(task.pieces) == 1:
                 ctypes.memmove(straight.tensor.data_ptr(), data.data_ptr(), task.size)
                 continue
-            values = as_dtype(data, task.stored).reshape(task.shard.box.shape)
+            values = as_dtype(data, task.stored).reshape(task.box.shape)
             for piece in task.pieces:
-                copy_overlap(values, task.shard.box, piece)
+                copy_overlap(values, task.box, piece)
 
     def read_checked(self, task: _Task, start: int, memory: memoryview) -> None:
         """Reads shard bytes from `start` (a block boundary) into `memory`, which ends at a block's end."""
@@ -254,7 +254,7 @@ class _Worker:
 
     def _through_slabs(self, task: _Task) -> None:
         """Reads what any piece needs of a shard, a slab at a time, and copies from there."""
-        box, itemsize = task.shard.box, BY_SAFETENSORS[task.fill.record.dtype].itemsize
+        box, itemsize = task.box, BY_SAFETENSORS[task.fill.record.dtype].itemsize
         overlaps = [o for p in task.pieces if (o := intersect(box, p.box)) is not None]
         window = _Window(self, task, task.size)
         for part, first in _slabs(box, overlaps, SLAB // itemsize):

@@ -32,6 +32,7 @@ from perdure.engine.renamed import under_old_names
 from perdure.engine.saveroot import SaveRoot
 from perdure.engine.told import Told
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError
+from perdure.format.collector import collector_paused
 from perdure.format.common import CommonInfo
 from perdure.format.metadata import CheckpointMetadata
 from perdure.format.mindformers import check_resumable
@@ -98,6 +99,7 @@ class Restore:
         self._restore_settings, self._say, self._base = restore_settings, say, base
         self._laps = Laps()
 
+    @collector_paused()
     def run(self, checkpoint_path: str | None) -> Loaded | None:
         """What was loaded, or None for a fresh start."""
         started, self._laps = time.monotonic(), Laps()

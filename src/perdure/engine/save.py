@@ -27,6 +27,7 @@ from perdure.engine.ranks import Ranks
 from perdure.engine.staging import Staging as Snapshot
 from perdure.engine.writer import FileEntry, FileWrite, WriteBuffers
 from perdure.errors import PerdureError, SaveError
+from perdure.format.collector import collector_paused
 from perdure.format.commit import CommitRecord
 from perdure.format.common import CommonInfo
 from perdure.format.jsonio import decode, encode
@@ -298,6 +299,7 @@ class SaveJob:
         self.root.storage.unlink(path)
         return part
 
+    @collector_paused()
     def _merge(self, parts: Sequence[Part]) -> CheckpointMetadata:
         """The parts as one record, compared with the plan shard by shard."""
         metadata = CheckpointMetadata(training=self.training)
