@@ -59,12 +59,20 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PERDURE_RANK_DEADLINE": "60", **more}
 
 
-def start(config: Path, output: Path, *overrides: str, size: int = 2, ranks: tuple[int, ...] = (), **env: str) -> Job:
-    """Starts a job; `ranks` are those that really come (default: all)."""
+def start(
+    config: Path,
+    output: Path,
+    *overrides: str,
+    size: int = 2,
+    ranks: tuple[int, ...] = (),
+    module: str = "perdure",
+    **env: str,
+) -> Job:
+    """Starts a job; `ranks` are those that really come (default: all), `module` is what they run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [sys.executable, "-m", "perdure", "train", str(config), f"output_dir={output}", *overrides]
+    words = [sys.executable, "-m", module, "train", str(config), f"output_dir={output}", *overrides]
     job, folder = Job(), Path(tempfile.mkdtemp(dir=output.parent))
     for rank in ranks or range(size):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}

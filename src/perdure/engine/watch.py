@@ -271,9 +271,7 @@ class Watch:
             except Exception as error:
                 if leaving or sys.is_finalizing():
                     return
-                self._hear(
-                    self._mine or Word(0, f"the store of the job is gone, with rank 0 or its launcher ({error})")
-                )
+                self._hear(self._mine or self._without_store(error))
             if leaving:
                 return
             if self.word is not None and time.monotonic() - self._since_word > GRACE_S and not self.noticed:
@@ -335,6 +333,13 @@ class Watch:
                 text = f"rank {rank} on {sign.host} is gone without a word (killed, or out of memory); it was last"
                 self._tell_of(rank, f"{text} {sign.words()}")
                 return
+
+    def _without_store(self, error: Exception) -> Word:
+        pid, why = self._pids.get(0, 0), " ".join(str(error).split())[:200]
+        time.sleep(0.3)  # a process closes its connections before it is gone
+        if pid and not _alive(pid):
+            return Word(0, f"rank 0 on {self._host} is gone without a word (killed, or out of memory)")
+        return Word(0, f"the store of the job is gone, with rank 0 or its launcher ({why})")
 
     def _find_silent(self) -> None:
         """Rank 0 looks at all, rank 1 at rank 0: whose count stands still is hung or cut off with its whole machine."""
