@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from perdure.format.keys import GAMMA, MASK, MULTIPLIER_1, MULTIPLIER_2, derive, extend, unextend
 
-__all__ = ["index_of", "sample_sum", "sample_word"]
+__all__ = ["index_of", "sample_sum", "sample_sums", "sample_word"]
 
 _KEY = derive(0x6C6564676572)
 
@@ -30,9 +30,20 @@ def index_of(position: int, word: int) -> int:
 
 def sample_sum(positions: Iterable[int], indices: Iterable[int]) -> int:
     """The sum of `sample_word` over samples, modulo 2^64."""
+    return int(np.sum(_words(positions, indices), dtype=np.uint64)) & MASK
+
+
+def sample_sums(positions: Iterable[int], indices: Iterable[int], counts: Iterable[int]) -> list[int]:
+    """The sums of consecutive groups of samples, given how many are in each (at least one)."""
+    ends = np.cumsum(np.fromiter(counts, dtype=np.int64))
+    begins = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
+    sums: list[int] = np.add.reduceat(_words(positions, indices), begins).tolist()
+    return sums
+
+
+def _words(positions: Iterable[int], indices: Iterable[int]) -> NDArray[np.uint64]:
     key = _extended(np.uint64(_KEY), np.fromiter(positions, dtype=np.uint64))
-    words = _extended(key, np.fromiter(indices, dtype=np.uint64))
-    return int(np.sum(words, dtype=np.uint64)) & MASK
+    return _extended(key, np.fromiter(indices, dtype=np.uint64))
 
 
 def _extended(key: NDArray[np.uint64] | np.uint64, words: NDArray[np.uint64]) -> NDArray[np.uint64]:

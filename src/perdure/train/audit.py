@@ -16,7 +16,7 @@ from perdure.data.growth import grown
 from perdure.data.identity import differences
 from perdure.data.order import Order
 from perdure.data.record import StreamRecord
-from perdure.data.samples import sample_sum
+from perdure.data.samples import sample_sums
 from perdure.train.blame import Fault, faulty_samples
 from perdure.train.ledger import Header, Ledger, Step, read_ledger
 from perdure.train.vouching import check_commits
@@ -24,6 +24,7 @@ from perdure.train.vouching import check_commits
 __all__ = ["AuditReport", "Finding", "audit"]
 
 LEDGER = "ledger.jsonl"
+_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,9 @@ class _Walk:
         self._record: StreamRecord | None = None
         self._plan: BatchPlan | None = None
         self._order: Order | None = None
+        # Steps whose samples are computed in one go.
+        self._pending: list[tuple[Step, list[range]]] = []
+        self._amount = 0
 
     def run(self) -> None:
         report, current = self._report, -2
@@ -142,6 +146,8 @@ class _Walk:
                 self._find("ledger", step, f"it is of attempt {step.attempt}, in the lines of {header.attempt}")
             self._check(step, expected_position, expected_step)
             self._before = step
+        self._check_pending()
+        report.findings.sort(key=lambda finding: finding.step or 0)
         if self._ledger.standing:
             first, last = self._ledger.standing[0][1], self._ledger.standing[-1][1]
             report.first, report.last = first.samples[0], last.samples[1]
@@ -150,6 +156,7 @@ class _Walk:
 
     def _enter(self, header: Header) -> None:
         """The steps of another attempt, or from after a return, begin."""
+        self._check_pending()
         before, report, record = self._before, self._report, header.data
         if before is not None and before.samples[1] != header.parent_samples:
             self._jump(header, before.samples[1], header.parent_samples, "the ledger lacks the steps in between")
@@ -240,19 +247,28 @@ class _Walk:
         runs = self._plan.skips.runs(first, last)
         kept = sum(len(run) for run in runs)
         report.left_out += last - first - kept
-        if self._order is not None:
-            self._check_samples(step, runs)
+        if self._order is not None and kept:
+            self._pending.append((step, runs))
+            self._amount += kept
+            if self._amount > _AT_ONCE:
+                self._check_pending()
 
-    def _check_samples(self, step: Step, runs: list[range]) -> None:
-        assert self._order is not None
-        indices = self._order.gather([(run.start, run.stop) for run in runs])
-        positions = [position for run in runs for position in run]
-        expected = sample_sum(positions, indices)
-        if expected == step.sum:
+    def _check_pending(self) -> None:
+        """Computes the samples of the steps in hand again."""
+        pending, self._pending, self._amount = self._pending, [], 0
+        if self._order is None or not pending:
             return
-        length = self._record.length if self._record is not None else 0
-        fault = faulty_samples(positions, indices, step.sum - expected, length)
-        self._report.findings.append(_finding(fault, step))
+        counts = [sum(len(run) for run in runs) for _, runs in pending]
+        indices = self._order.gather([(run.start, run.stop) for _, runs in pending for run in runs])
+        positions = [position for _, runs in pending for run in runs for position in run]
+        place = 0
+        for (step, _), count, expected in zip(pending, counts, sample_sums(positions, indices, counts), strict=True):
+            if expected != step.sum:
+                length = self._record.length if self._record is not None else 0
+                mine = slice(place, place + count)
+                fault = faulty_samples(positions[mine], indices[mine], step.sum - expected, length)
+                self._report.findings.append(_finding(fault, step))
+            place += count
 
     def _find(self, kind: str, step: Step, what: str, samples: tuple[int, int] | None = None) -> None:
         self._report.findings.append(
