@@ -19,6 +19,8 @@ from perdure.data.order import EpochOrder
 from perdure.engine.progress import Progress
 from perdure.errors import DataError, UsageError
 
+LONG = 11
+
 
 class Numbers(Dataset[int]):
     """`length` virtual samples that count how often they are read."""
@@ -429,3 +431,34 @@ def test_identity_and_other_kinds_of_data_sets() -> None:
     assert loader.identity()["type"] == "torch.utils.data.dataset.TensorDataset"
     single = ResumableLoader([5], global_batch_size=3)
     assert all_ids(single, 2) == [[0, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("position", [0, LONG - 1, LONG, LONG + 1, 10 * LONG + 3])
+def test_a_jump_is_the_same_as_so_many_steps(position: int) -> None:
+    walked = ResumableLoader(Numbers(LONG), global_batch_size=1)
+    for _ in walked.take(position):
+        pass
+    jumped = ResumableLoader(Numbers(LONG), global_batch_size=1)
+    jumped.set_init_step(position)
+    assert jumped.counters == walked.counters
+    assert all_ids(jumped, 3) == all_ids(walked, 3)
+
+
+def test_an_uneven_tail_leaves_all_ranks_with_the_same_steps_and_no_sample_out() -> None:
+    def epochs(*stops: int) -> list[list[int]]:
+        steps: list[list[int]] = [[] for _ in range(15)]
+        for rank in range(3):
+            at = 0
+            for stop in (*stops, 15):
+                loader = ResumableLoader(Numbers(10), global_batch_size=6, local_batch_size=2, rank=rank, ranks=3)
+                loader.set_init_step(at)
+                for step in loader.take(stop - at):
+                    steps[at] += ids_of(step)
+                    at += 1
+        return steps
+
+    whole = epochs()
+    samples = Counter(index for step in whole for index in step)
+    assert set(samples.values()) == {9}
+    assert {len(step) for step in whole} == {6}
+    assert epochs(1, 7, 12) == whole
