@@ -16,4 +16,4 @@ COMMANDS = {
 
 @click.group("data", cls=LazyGroup, table=COMMANDS)
 def command() -> None:
-    """Prepare training data."""
+    """Prepare training data, and prove how they were used."""

@@ -38,7 +38,7 @@ COMMANDS = {
     "diff": ("perdure.cli.diff", "Compare two iterations tensor by tensor"),
     "prune": ("perdure.cli.prune", "Remove old iterations by a policy"),
     "rewind": ("perdure.cli.rewind", "Point a root at an earlier iteration"),
-    "data": ("perdure.cli.data", "Prepare training data"),
+    "data": ("perdure.cli.data", "Prepare training data, and prove how they were used"),
     "export": ("perdure.cli.export", "Write an iteration in another format"),
     "import": ("perdure.cli.import_", "Read another format into an iteration"),
     "reshard": ("perdure.cli.reshard", "Rewrite an iteration for another number of ranks"),
