@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -439,3 +440,73 @@ def test_frozen_and_unfrozen_again_weights_and_moments_are_exact(
     assert {name for name in optimizer_state(9) if "step" in name} == {
         f"optimizer:adam_step.{layer}.{part}" for layer in ("first", "last") for part in ("weight", "bias")
     }
+
+
+def test_a_loss_scale_that_has_grown_and_shrunk_comes_back(tmp_path: Path) -> None:
+    class Eager(tiny.Callback):
+        """A scale that grows after three good steps."""
+
+        def on_build(self, trainer: Any, state: Any) -> None:
+            trainer.scaler.growth_interval = 3
+
+    scales: dict[str, list[float]] = {"a": [], "b": []}
+
+    def run(name: str, stop: int) -> Any:
+        class Watch(tiny.Callback):
+            def on_step_end(self, trainer: Any, state: Any) -> None:
+                scales[name].append(state.loss_scale)
+
+        made = tiny.trainer(
+            tmp_path / name,
+            stop,
+            model=lambda: tiny.Net().half(),
+            loss=lambda m, b: tiny.loss_of(m, b) * 50,
+            callbacks=(Eager(), Watch()),
+        )
+        made.train()
+        return made
+
+    straight = run("a", 24)
+    for stop in (7, 11, 13, 24):
+        parts = run("b", stop)
+    steps = scales["a"]
+    assert any(b > a for a, b in itertools.pairwise(steps))
+    assert any(b < a for a, b in itertools.pairwise(steps))
+    assert scales["a"] == scales["b"]
+    assert straight.scaler.state_dict() == parts.scaler.state_dict()
+    assert tiny.trace(tmp_path / "a") == tiny.trace(tmp_path / "b")
+
+
+# ---- what becomes of the learning rate
+
+
+def cosine(peak: float, total: int) -> float:
+    """The rate of the sixth step, after a warm-up of three."""
+    return peak * 0.5 * (1 + math.cos(math.pi * (5 - 3) / (total - 3)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "warned"),
+    [
+        ({"total_steps": None}, 20, cosine(0.01, 20)),
+        ({"total_steps": 40}, 20, None),
+        ({"total_steps": None, "learning_rate": 0.02}, 12, cosine(0.02, 12)),
+        ({"type": "ConstantWarmUpLR", "total_steps": None}, 20, 0.01),
+    ],
+)
+def test_a_change_of_the_rates_ahead_is_warned_about_with_old_and_new(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], schedule: dict[str, Any], steps: int, warned: float | None
+) -> None:
+    first = {"total_steps": schedule["total_steps"]}
+
+    class Stop(tiny.Callback):
+        def on_step_end(self, trainer: Any, state: Any) -> None:
+            if state.global_step == 5:
+                state.stop_signal = 15
+
+    tiny.trainer(tmp_path, 12, lr_scheduler=first, callbacks=(Stop(),)).train()
+    capfd.readouterr()
+    tiny.trainer(tmp_path, steps, lr_scheduler=schedule).train()
+    told = capfd.readouterr().err
+    assert ("the learning rate is another" in told) == (warned is not None)
+    assert warned is None or f"at step 6 {cosine(0.01, 12):.6g} -> {warned:.6g}" in told

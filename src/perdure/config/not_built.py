@@ -23,7 +23,6 @@ FEATURES_NOT_BUILT: dict[str, str] = {
     "train_dataset.numa_enable": "binding workers to memory nodes",
     "eval_dataset.use_distribute_dataset": "reading on one rank for others",
     "eval_dataset.numa_enable": "binding workers to memory nodes",
-    "monitor.tensorboard": "TensorBoard",
     "monitor.train_state": "figures of each rank",
 }
 """Key or whole section -> the feature that is missing. Remove a line when its feature is built."""

@@ -24,6 +24,7 @@ from perdure.optim.scaler import LossScaler
 from perdure.optim.schedules import build_schedule
 from perdure.parallel.mesh import Mesh
 from perdure.train.callbacks.base import Callback
+from perdure.train.callbacks.tensorboard import TensorBoard
 from perdure.train.evaluate import Evaluation
 from perdure.train.resume import drawing_layout
 from perdure.train.step import LossFunction
@@ -214,6 +215,9 @@ def callbacks(config: TrainConfig, given: Sequence[Callback]) -> list[Callback]:
             text = error.message if isinstance(error, UsageError) else str(error)
             raise config.fault(f"callbacks[{number}]", text) from error
         built.append(callback)
+    board = config.monitor.tensorboard
+    if board.output_dir:
+        built.append(TensorBoard(board.output_dir, board.log_interval, board.queue_size))
     return [*built, *given]
 
 

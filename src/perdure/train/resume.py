@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,11 @@ from perdure.data.cursor import scale_step
 from perdure.data.growth import Stretches, grown
 from perdure.data.identity import differences, has_grown
 from perdure.engine.progress import Progress
-from perdure.errors import DataError, MismatchError
+from perdure.errors import DataError, MismatchError, UsageError
+from perdure.optim.schedules import build_schedule
+from perdure.train.state import TrainerState
 
-__all__ = ["ResumePoint", "Wish", "changed_settings", "drawing_layout", "resume_point"]
+__all__ = ["ResumePoint", "Wish", "changed_settings", "drawing_layout", "rate_warning", "resume_point"]
 
 
 @dataclass(frozen=True)
@@ -181,3 +183,28 @@ def changed_settings(saved: Mapping[str, Any], present: Mapping[str, Any]) -> li
     """`key: old -> new` for every setting that affects the run and differs."""
     keys = [k for k in present if k in saved and saved[k] != present[k]]
     return [f"{key}: {saved[key]} -> {present[key]}" for key in keys]
+
+
+def rate_warning(
+    saved: Mapping[str, Any], rate: Callable[[int, int, int], float], state: TrainerState, batch_size: int
+) -> str:
+    """A line for a run whose learning rates will not be those that it had been heading for; empty for one whose are.
+
+    Args:
+        saved: the settings of the checkpoint's run.
+        rate: the present rate at (step, consumed samples, batch size).
+    """
+    section = {key.partition(".")[2]: value for key, value in saved.items() if key.startswith("lr_scheduler.")}
+    try:
+        former = build_schedule(section, saved["training.steps"])
+    except (UsageError, KeyError, TypeError, ValueError):
+        return ""
+    first, last = state.global_step, max(state.steps, saved["training.steps"]) - 1
+    for step in sorted({first, (first + last) // 2, last} - set(range(first))):
+        samples = state.consumed_samples + (step - first) * batch_size
+        old = former.rate(global_step=step, consumed_samples=samples, global_batch_size=batch_size)
+        new = rate(step, samples, batch_size)
+        if abs(new - old) > 1e-9 * max(abs(new), abs(old)):
+            rates = f"at step {step + 1} {old:.6g} -> {new:.6g}"
+            return f"the learning rate is another than the checkpoint's run had ahead: {rates}"
+    return ""

@@ -35,6 +35,11 @@ class TrainerState(Progress):
     consecutive_skipped_steps: int = 0
     stop_signal: int = 0
 
+    def count_update(self, applied: bool) -> None:
+        """An update was applied, or left out."""
+        self.skipped_steps += not applied
+        self.consecutive_skipped_steps = 0 if applied else self.consecutive_skipped_steps + 1
+
     @property
     def finished(self) -> bool:
         """Whether the target is reached."""

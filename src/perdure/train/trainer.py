@@ -19,18 +19,18 @@ from perdure.engine.checkpointer import Checkpointer, Loaded
 from perdure.engine.laps import Laps, process_age
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
-from perdure.errors import PerdureError, TrainingError, UsageError
+from perdure.errors import TrainingError, UsageError
 from perdure.parallel.apply import parallelize
 from perdure.parallel.mesh import make_mesh
 from perdure.state.random import seed_all
 from perdure.train import build
-from perdure.train.callbacks.base import Callback
+from perdure.train.callbacks.base import Callback, call_hooks
 from perdure.train.console import Console
 from perdure.train.evaluate import Evaluation
 from perdure.train.feed import data_state, feed, place
 from perdure.train.health import HealthMonitor, Verdict
 from perdure.train.logbook import Logbook, header_of
-from perdure.train.resume import Wish, changed_settings, resume_point
+from perdure.train.resume import Wish, changed_settings, rate_warning, resume_point
 from perdure.train.rollback import LeftOut
 from perdure.train.state import TrainerState
 from perdure.train.step import LossFunction, TrainStep, next_token_loss
@@ -210,8 +210,11 @@ class Trainer:
             notes += point.notes
             for warning in point.warnings:
                 self.console.say(f"warning: {warning}")
-            for change in changed_settings(loaded.training.get("settings", {}), self._settings):
+            settings = loaded.training.get("settings", {})
+            for change in changed_settings(settings, self._settings):
                 self.console.say(f"changed since the checkpoint: {change}")
+            if warning := rate_warning(settings, self._rate, state, self.config.training.global_batch_size):
+                self.console.say(f"warning: {warning}")
             if loaded.ranks != self.ranks.size:
                 notes.append(f"saved by {loaded.ranks} rank{'s' * (loaded.ranks != 1)}, loaded by {self.ranks.size}")
         self.console.say(
@@ -306,27 +309,23 @@ class Trainer:
             self.console.say(f"step {state.global_step}: evaluation loss {state.eval_loss:.4f}")
 
     def _count_skipped(self, applied: bool) -> None:
-        state, limit = self.state, self.config.training.max_consecutive_skipped_steps
-        if applied:
-            state.consecutive_skipped_steps = 0
-            return
-        state.skipped_steps += 1
-        state.consecutive_skipped_steps += 1
-        if limit and state.consecutive_skipped_steps >= limit:
+        limit = self.config.training.max_consecutive_skipped_steps
+        self.state.count_update(applied)
+        if limit and self.state.consecutive_skipped_steps >= limit:
             raise TrainingError(
-                f"step {state.global_step}: {limit} updates in a row were left out because gradients were not finite "
-                "or spiked",
+                f"step {self.state.global_step}: {limit} updates in a row were left out because gradients were not "
+                "finite or spiked",
                 hint="resume from an earlier iteration with a lower learning rate, or with training.skip_ranges",
             )
 
     def _record(self, batch: StepBatch, speed: float, id_sum: int) -> None:
-        figures = {
+        self.figures = {
             "tokens_per_second": round(speed, 1),
             "stall_s": round(self.checkpointer.last_stall_s, 4),
             "save_s": round(self.checkpointer.last_save_s, 4),
             "save_gib_per_s": round(self.checkpointer.last_save_rate, 3),
         }
-        self._logbook.step(self.state, (batch.first, batch.last), id_sum, figures)
+        self._logbook.step(self.state, (batch.first, batch.last), id_sum, self.figures)
 
     # ---- health
 
@@ -397,16 +396,7 @@ class Trainer:
         )
 
     def _hook(self, name: str) -> None:
-        for callback in self._callbacks:
-            try:
-                getattr(callback, name)(self, self.state)
-            except PerdureError:
-                raise
-            except Exception as error:
-                raise TrainingError(
-                    f"callback {type(callback).__name__}.{name} failed at step {self.state.global_step}: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+        call_hooks(self._callbacks, name, self, self.state)
 
 
 def _config(given: str | os.PathLike[str] | Mapping[str, Any] | TrainConfig) -> TrainConfig:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from perdure.errors import PerdureError, TrainingError
 
 if TYPE_CHECKING:
     from perdure.train.state import TrainerState
 
-__all__ = ["Callback"]
+__all__ = ["Callback", "call_hooks"]
 
 
 class Callback:
@@ -37,3 +40,21 @@ class Callback:
 
     def on_train_end(self, trainer: Any, state: TrainerState) -> None:
         """The run ends: its target is reached, or it was asked to stop."""
+
+
+def call_hooks(callbacks: Sequence[Callback], name: str, trainer: Any, state: TrainerState) -> None:
+    """Calls one hook of each callback, in order.
+
+    Raises:
+        TrainingError: a callback failed; it is named, and the step.
+    """
+    for callback in callbacks:
+        try:
+            getattr(callback, name)(trainer, state)
+        except PerdureError:
+            raise
+        except Exception as error:
+            raise TrainingError(
+                f"callback {type(callback).__name__}.{name} failed at step {state.global_step}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
