@@ -20,12 +20,21 @@ def config(folder: Path, trouble: str = "", more: str = "") -> Path:
 @pytest.mark.parametrize(
     ("trouble", "code", "text"),
     [
-        ("raise", 1, "callback Trouble.on_step_end failed at step 3: ValueError: the user's own words"),
+        pytest.param(
+            "raise",
+            1,
+            "callback Trouble.on_step_end failed at step 3: ValueError: the user's own words",
+            marks=pytest.mark.slow,
+        ),
         ("stuck", 1, "callback Trouble.on_step_end failed at step 3: ValueError: the user's own words"),
-        ("raise, hook: on_train_begin", 1, "callback Trouble.on_train_begin failed at step 0"),
+        pytest.param(
+            "raise, hook: on_train_begin", 1, "callback Trouble.on_train_begin failed at step 0", marks=pytest.mark.slow
+        ),
         ("raise, hook: on_train_end", 1, "callback Trouble.on_train_end failed at step 12"),
         ("raise, rank: 0", 1, "rank 0 failed at step 3"),
-        ("interrupt", 130, "rank 1 failed at step 3 while training: KeyboardInterrupt"),
+        pytest.param(
+            "interrupt", 130, "rank 1 failed at step 3 while training: KeyboardInterrupt", marks=pytest.mark.slow
+        ),
         ("exit", 7, "rank 1 failed at step 3 while training: SystemExit"),
         ("kill", -9, "is gone without a word (killed, or out of memory); it was last step 3: training"),
     ],
