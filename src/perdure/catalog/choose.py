@@ -9,7 +9,7 @@ from typing import Literal
 
 from perdure.catalog.events import read_events
 from perdure.catalog.lineage import Links, ancestors, last_save_of, links, newest_by_lineage
-from perdure.catalog.root import GONE, Iteration, Root, RootListing, TrackerReading, Uncommitted
+from perdure.catalog.root import GONE, NOT_A_FILE, Iteration, Root, RootListing, TrackerReading, Uncommitted
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, PerdureError
 from perdure.format.names import TRACKER, parse_iteration_dirname
 from perdure.storage.base import Storage
@@ -53,9 +53,9 @@ def locate(path: str | os.PathLike[str], storage: Storage | None = None) -> Loca
     try:
         names = root.storage.list(full)
     except OSError as error:
-        if error.errno not in GONE:
+        if error.errno not in GONE | NOT_A_FILE:
             raise
-        what = "is a file, not a directory" if root.storage.exists(full) else "does not exist"
+        what = "is not a directory" if root.storage.exists(full) else "does not exist"
         raise CheckpointNotFoundError(f"{path} {what}; {expected}") from None
     listing = root.listing()
     if listing.iterations:

@@ -137,7 +137,7 @@ class Root:
         try:
             names = self.storage.list(self.path)
         except OSError as error:
-            if error.errno in GONE:
+            if error.errno in GONE | NOT_A_FILE:
                 return RootListing()
             raise
         listing, others = RootListing(), 0

@@ -21,7 +21,7 @@ from perdure.state.optimizer_restore import OptimizerRestore, prepare_optimizer
 from perdure.state.shards import NamedTensor, Piece, blank, describe, dtype_name
 from perdure.state.stateful import rebuild, references
 
-__all__ = ["LoadPlan", "check_config", "few", "held_names", "match_model"]
+__all__ = ["LoadPlan", "check_config", "few", "held_names", "match_model", "registered_in"]
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -132,7 +132,7 @@ class LoadPlan:
 
     def add_object(self, name: str, value: Any, metadata: CheckpointMetadata, rank: int, ranks: int) -> None:
         """A registered object; one that the checkpoint lacks is reported and left as it is."""
-        saved = metadata.training.get("extra", {}).get(name)
+        saved = registered_in(metadata, self.where).get(name)
         if saved is None:
             self.notes.append(
                 f"`{name}` is not in the checkpoint: it starts as it was built, so the resume is not exact"
@@ -189,6 +189,20 @@ class LoadPlan:
             self.optimizer.install()
         for load in self.objects:
             load()
+
+
+def registered_in(metadata: CheckpointMetadata, where: str) -> dict[str, Any]:
+    """What the checkpoint says of registered objects, by name: `mode`, and a tree for each rank or one for all.
+
+    Raises:
+        DamagedCheckpointError: it isn't what a save writes.
+    """
+    found = metadata.training.get("extra", {})
+    for name, saved in found.items() if isinstance(found, dict) else [("", None)]:
+        sound = isinstance(saved, dict) and saved.get("mode") in ("replicated", "per_rank")
+        if not sound or not isinstance(trees := saved.get("trees"), list) or not trees:
+            raise DamagedCheckpointError(f"{where}: training.extra: {name[:300]}: not what a save writes")
+    return dict(found)
 
 
 def check_config(model: nn.Module, metadata: CheckpointMetadata, where: str) -> None:

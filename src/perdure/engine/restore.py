@@ -24,7 +24,7 @@ from perdure.engine.find import find_checkpoint
 from perdure.engine.laps import Laps
 from perdure.engine.linked import Linkable, linkable_files
 from perdure.engine.live import Live
-from perdure.engine.load import LoadPlan, check_config, few, held_names
+from perdure.engine.load import LoadPlan, check_config, few, held_names, registered_in
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.engine.reader import ShardSource
@@ -307,7 +307,7 @@ class Restore:
         registered = self._live.registered()
         for name, value in registered.items():
             plan.add_object(name, value, metadata, self._ranks.rank, self._ranks.size)
-        unknown = sorted(set(metadata.training.get("extra", {})) - set(registered))
+        unknown = sorted(set(registered_in(metadata, where)) - set(registered))
         if unknown:
             plan.notes.append(
                 f"the checkpoint holds state of objects that are not registered here: {', '.join(unknown)}"
