@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline x shard": (4, PIPELINE),
     "pipeline x shard, gathered anew": (4, {**PIPELINE, "reshard_after_forward_policy": "always"}),
     "chunks x shard, averaged": (4, {**CHUNKS, "disable_gradient_division": False}),
+    "one chunk": (2, {**PIPELINE, "pipeline_parallel_schedule": "interleaved_1f1b"}),
     "pipeline x replicate": (4, {**PIPELINE, "data_parallel_replicate": 2}),
     "pipeline x tensor": (4, {**PIPELINE, **TENSOR}),
     "chunks x tensor": (4, {**CHUNKS, **TENSOR}),

@@ -12,6 +12,7 @@ from perdure.config.base import Section, section_class, unnamed_key
 from perdure.config.checks import cross_checks
 from perdure.config.faults import Fault, Origin, Path, SectionError, config_error, found, parse_key
 from perdure.config.kinds import Directory, wording
+from perdure.config.layout_sections import ParallelismConfig, RecomputeConfig
 from perdure.config.not_built import not_built
 from perdure.config.sections import (
     CallbackConfig,
@@ -24,8 +25,6 @@ from perdure.config.sections import (
     ModelConfig,
     MonitorConfig,
     OptimizerConfig,
-    ParallelismConfig,
-    RecomputeConfig,
     TensorboardConfig,
     TrainingConfig,
     TrainStateConfig,

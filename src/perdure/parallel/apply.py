@@ -71,7 +71,7 @@ def parallelize(
         ConfigError: layers are placed that are not there.
     """
     parts = _Parts.whole(model) if mesh.pipeline is None else _Parts.cut(model, mesh, config, compute_dtype)
-    layers = list(_blocks(model))
+    layers = _layers(model)
     for stage in parts.stages.values():
         stage.to(device)
     parts.model.to(device)
@@ -193,6 +193,13 @@ def _shard(
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that keys of the configuration number."""
+    if hasattr(model, "pipeline_plan") or isinstance(model, nn.Sequential):
+        return [model.get_submodule(name) for name in layer_names(model)]
+    return list(_blocks(model))
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

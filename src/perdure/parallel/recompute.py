@@ -33,6 +33,11 @@ def apply_recompute(layers: Sequence[nn.Module], recompute: RecomputeConfig) -> 
     """
     if recompute.mode == "None":
         return
+    if not layers:
+        raise UsageError(
+            "recompute.mode: the model has no layers in a ModuleList or ModuleDict",
+            hint="give it a method pipeline_plan() that names its layers, or leave recompute out",
+        )
     kept = _by_layer("exclude_op", recompute.exclude_op or {}, len(layers))
     whole = _layers("full_recompute_layer", recompute.full_recompute_layer or [], len(layers))
     for index in sorted(whole):
