@@ -1,6 +1,6 @@
 """Durable save and checked load of model + AdamW state, against torch.save, safetensors and DCP, interleaved.
 
-    python benchmarks/save_load.py [--gib 1] [--rounds 5] [--tensors 592] [--name save_load]
+    python benchmarks/save_load.py [--only "1 GiB in 592 tensors"] [--rounds N]
 
 Prints medians, ratios to Perdure's and to the raw device, and extra peak memory. "Cold" is after the page
 cache was emptied (left out where that isn't allowed), "warm" with the files in it.
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.measure import drop_caches, interleaved, machine, settle, write_results
+from common.measure import drop_caches, has_memory, interleaved, machine, settle, write_results
 from common.peers import LOADS, SAVES, newer, path_of
 from common.raw import memcpy_seconds, raw_read, raw_write, warm
 from common.states import build, flat, size_of
@@ -78,21 +78,30 @@ def show(results: dict[str, Any]) -> None:
                 print(f"{name:<26}{row['median_s']:>10.3f}{speed:>8.2f}{ratio:>11.2f}{row['extra_peak_mib']:>11.0f}")
 
 
+RUNS = {
+    "1 GiB in 592 tensors": (1.0, 592, 5),
+    "4 GiB in 592 tensors": (4.0, 592, 2),
+    "10,000 tensors of 64 bytes": (10_000 * 64 / (1 << 30), 10_000, 3),
+}
+"""Name -> GiB, tensors, rounds."""
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--tensors", type=int, default=592)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--name", default="save_load")
+    parser.add_argument("--only", choices=RUNS, help="one run; default: all that there is memory for")
+    parser.add_argument("--rounds", type=int)
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="bench-", dir="."))
-    try:
-        results = {"machine": machine(), **measure(options.gib, options.tensors, options.rounds, folder)}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    show(results)
-    write_results(options.name, results)
+    for name, (gib, tensors, rounds) in RUNS.items():
+        if options.only not in (None, name) or not has_memory(2.5 * gib, name):
+            continue
+        folder = Path(tempfile.mkdtemp(prefix="bench-", dir="."))
+        try:
+            results = {"machine": machine(), **measure(gib, tensors, options.rounds or rounds, folder)}
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        show(results)
+        write_results("save_load", name, results)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Peak", "drop_caches", "interleaved", "machine", "write_results"]
+__all__ = ["Peak", "drop_caches", "has_memory", "interleaved", "machine", "write_results"]
 
 MIB = 1 << 20
 RESULTS = Path(__file__).parent.parent / "results"
@@ -103,7 +103,18 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_results(name: str, results: dict[str, Any]) -> None:
-    """Writes benchmarks/results/<name>.json."""
+def has_memory(gib: float, name: str) -> bool:
+    """Whether so much memory is free; says so when it isn't."""
+    with open("/proc/meminfo") as file:
+        free = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable")) / (1 << 20)
+    if free < gib:
+        print(f"{name}: left out, it takes {gib:.1f} GiB of memory and {free:.1f} are free")
+    return free >= gib
+
+
+def write_results(name: str, run: str, results: dict[str, Any]) -> None:
+    """Puts one run into benchmarks/results/<name>.json, beside the others that are there."""
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1))
+    path = RESULTS / f"{name}.json"
+    runs = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**runs, run: results}, indent=1))
