@@ -11,6 +11,7 @@ import torch
 from tests import tiny
 from torch import Tensor, nn
 
+from perdure import Trainer
 from perdure.optim.build import build_optimizer
 
 Told = pytest.CaptureFixture[str]
@@ -150,3 +151,46 @@ def test_renamed_parameters_go_on_by_a_rule_exactly(tmp_path: Path, verify: str)
     assert {name.replace("encoder.", ""): digest for name, digest in b.items()} == a
     described = json.loads((Path(tiny.newest(root_of(tmp_path / "b")).path) / "metadata.json").read_text())
     assert "encoder.first.weight" in str(described["training"]["optimizer"]["groups"])
+
+
+def compiled() -> Any:
+    return torch.compile(tiny.Net().bfloat16(), backend="aot_eager")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_resumes_in_every_bit_under_the_bare_ones_names(tmp_path: Path) -> None:
+    tiny.trainer(tmp_path / "a", 9, model=compiled).train()
+    for stop in (4, 9):
+        tiny.trainer(tmp_path / "b", stop, model=compiled).train()
+    assert tiny.trace(tmp_path / "a") == tiny.trace(tmp_path / "b")
+    a, b = (tiny.state(tiny.newest(root_of(tmp_path / name))) for name in "ab")
+    assert a == b
+    assert not any("_orig_mod" in name for name in a)
+    tiny.trainer(tmp_path / "b", 10, model=of(torch.bfloat16)).train()
+
+
+DECODER = {
+    "type": "decoder", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "dropout": 0.2,
+    "params_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def decoder_run(output: Path, steps: int, recompute: dict[str, Any]) -> None:
+    data = {"type": "Text", "path": "python-docs", "seq_length": 16, "shuffle": True}
+    config = {
+        **tiny.config(output, steps),
+        "model": DECODER,
+        "train_dataset": {"num_parallel_workers": 0, "dataloader": data},
+        "recompute": recompute,
+    }
+    Trainer(config).train()
+
+
+def test_recomputed_activations_change_no_bit_of_a_run(tmp_path: Path) -> None:
+    decoder_run(tmp_path / "a", 8, {})
+    decoder_run(tmp_path / "b", 3, {"mode": "full", "full_recompute_layer": [0, 1]})
+    decoder_run(tmp_path / "b", 5, {})
+    decoder_run(tmp_path / "b", 8, {"mode": "full", "full_recompute_layer": [0, 1]})
+    assert tiny.trace(tmp_path / "a") == tiny.trace(tmp_path / "b")
+    a, b = (tiny.state(tiny.newest(root_of(tmp_path / name))) for name in "ab")
+    assert a == b
