@@ -247,6 +247,44 @@ class Tower(nn.Module):
         return x if self.out is None else self.out(x)
 
 
+def test_stages_whose_optimizers_have_stepped_differently(tmp_path: Path) -> None:
+    """The first half is trained later: its state is fresh on the one rank and old on the other."""
+    torch.manual_seed(3)
+    given: dict[str, Any] = {"train_dataset": squares(), "compute_loss_func": tower_loss}
+    whole, half = Tower(), frozen()
+    half.load_state_dict(whole.state_dict())
+    sections: dict[str, Any] = {"training": {"local_batch_size": 2}}
+    for name, ranks, layout in (("one", 1, {}), ("1f1b", 2, PIPELINE)):
+        output = tmp_path / name
+        run(tmp_path, 1, configuration(output, 2, **sections), model=half, **given)
+        run(tmp_path, ranks, configuration(output, 4, parallelism=layout, **sections), model=whole, **given)
+        assert "fresh optimizer state" in forked.told(tmp_path)
+        run(tmp_path, ranks, configuration(output, 6, parallelism=layout, **sections), model=whole, **given)
+        run(tmp_path, 1, configuration(output, 8, **sections), model=whole, **given)
+        assert "fresh optimizer state" not in forked.told(tmp_path)
+        agrees(output, tmp_path / "one")
+        steps = [name for name in iteration(output, 4)["optimizer"] if name.startswith("adam_step")]
+        assert len(steps) == 12
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "words"),
+    [
+        (5, 4, "9 tensors of the checkpoint are not in the model: layers.4.input_layernorm.weight"),
+        (4, 5, "9 tensors of the model are not in the checkpoint: layers.4.input_layernorm.weight"),
+    ],
+)
+def test_another_number_of_layers_is_told_as_without_a_pipeline(
+    tmp_path: Path, saved: int, loaded: int, words: str
+) -> None:
+    run(tmp_path, 1, configuration(tmp_path / "run", 2, model={"num_hidden_layers": saved}))
+    placed = {**PIPELINE, "pipeline_parallel_layers_per_stage": ["0-1", f"2-{loaded - 1}"]}
+    configured = configuration(tmp_path / "run", 4, model={"num_hidden_layers": loaded}, parallelism=placed)
+    codes = forked.job(tmp_path, 2, lambda rank: _train(configured, {}))
+    assert 0 not in codes
+    assert words in forked.told(tmp_path)
+
+
 def test_batches_that_grow_and_change_between_runs(tmp_path: Path) -> None:
     """The number of micro-batches changes within a run, and with another global batch size between two."""
     torch.manual_seed(3)

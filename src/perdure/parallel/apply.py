@@ -175,7 +175,7 @@ def _shard(
     policy = parallelism.reshard_after_forward_policy
     keep = policy == "never" or parallelism.data_parallel_shard_strategy == "optim_grads"
     if policy == "default":
-        # A stage runs forward for many micro-batches; gathering each time would cost more than it saves.
+        # As in the reference: stages run several forward passes before the first backward one.
         keep = keep or mesh.pipeline is not None
     settings: dict[str, Any] = {
         "mesh": mesh.sharded,
