@@ -8,7 +8,7 @@ import numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perdure.format.box import Box, boxes_of_run, cover_fault, intersect, runs, whole
+from perdure.format.box import Box, boxes_of_run, cover_fault, intersect, is_line, runs, whole
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -144,3 +144,22 @@ def test_boxes_of_a_run_are_its_elements_in_order(data: st.DataObject) -> None:
         at += box.numel
     assert found == flat[start : start + count].tolist()
     assert len(list(boxes_of_run(outer, start, count))) <= max(1, 2 * len(shape))
+
+
+@given(st.data())
+def test_a_line_is_a_cover_along_one_dimension(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    if shape:
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        marks = sorted(data.draw(st.lists(st.integers(0, shape[dim]), max_size=3)))
+        boxes = []
+        for low, high in zip([0, *marks], [*marks, shape[dim]], strict=True):
+            offset, extent = [0] * len(shape), list(shape)
+            offset[dim], extent[dim] = low, high - low
+            boxes.append(Box(tuple(offset), tuple(extent)))
+        if prod(shape) and all(box.numel for box in boxes):
+            assert is_line(data.draw(st.permutations(boxes)), shape)
+    # Whatever it is given, it says yes to a cover only.
+    given_boxes = data.draw(st.lists(inside(shape), max_size=4))
+    if is_line(given_boxes, shape):
+        assert cover_fault(given_boxes, shape) is None

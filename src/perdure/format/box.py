@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Box", "boxes_of_run", "cover_fault", "intersect", "runs", "whole"]
+__all__ = ["Box", "boxes_of_run", "cover_fault", "intersect", "is_line", "runs", "whole"]
 
 
 class Box(NamedTuple):
@@ -45,6 +45,28 @@ def intersect(a: Box, b: Box) -> Box | None:
         offset.append(lo)
         shape.append(hi - lo)
     return Box(tuple(offset), tuple(shape))
+
+
+def is_line(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Whether boxes cover a tensor of `shape` as runs of one dimension: the usual cut, seen at little cost.
+
+    Every box has as many dimensions as `shape`.
+    """
+    shape = tuple(shape)
+    if not boxes or not shape:
+        return False
+    dim = next((d for d, n in enumerate(shape) if boxes[0].shape[d] != n), 0)
+    before, after, zeros = shape[:dim], shape[dim + 1 :], (0,) * len(shape)
+    at = 0
+    for offset, extent in sorted(boxes):
+        if offset[dim] != at or extent[dim] <= 0:
+            return False
+        if extent[:dim] != before or extent[dim + 1 :] != after:
+            return False
+        if offset[:dim] != zeros[:dim] or offset[dim + 1 :] != zeros[dim + 1 :]:
+            return False
+        at += extent[dim]
+    return at == shape[dim]
 
 
 def cover_fault(boxes: Iterable[Box], shape: Sequence[int]) -> str | None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from perdure.errors import DamagedCheckpointError
-from perdure.format.box import Box, cover_fault
+from perdure.format.box import Box, cover_fault, is_line
 from perdure.format.digest import BLOCK, block_count, is_digest, shard_digest
 from perdure.format.dtypes import BY_SAFETENSORS, BY_TORCH
 from perdure.format.jsonio import decode, encode
@@ -161,20 +161,29 @@ class CheckpointMetadata(msgspec.Struct, kw_only=True):
         # Zeros don't hide the rest: a shape is also strides.
         if len(tensor.shape) > _MOST_DIMENSIONS or prod(max(n, 1) for n in tensor.shape) * dtype.itemsize >= 1 << 62:
             return f"absurd shape {list(tensor.shape)[:10]}"
+        count, ndim = len(self.files), len(tensor.shape)
+        strange = {index for index, found in enumerate(kinds) if found is not None and found != kind}
         for shard in tensor.shards:
-            if shard.file >= len(self.files):
-                return f"shard in file {shard.file}, but there are {len(self.files)} files"
-            if kinds[shard.file] is not None and kinds[shard.file] != kind:
+            if shard.file >= count:
+                return f"shard in file {shard.file}, but there are {count} files"
+            if shard.file in strange:
                 return f"shard in {self.files[shard.file].name}, which is not a {kind} file"
-            if not len(shard.offset) == len(shard.shape) == len(tensor.shape):
-                return f"a shard has {len(shard.offset)} dimensions, the tensor {len(tensor.shape)}"
+            if not len(shard.offset) == len(shard.shape) == ndim:
+                return f"a shard has {len(shard.offset)} dimensions, the tensor {ndim}"
             if shard.digest:
-                size = shard.box.numel * dtype.itemsize
-                if not is_digest(shard.digest) or not all(map(is_digest, shard.blocks)):
-                    return f"malformed digest {shard.digest[:60]!r}"
-                if len(shard.blocks) != block_count(size):
-                    return f"{len(shard.blocks)} block digests for {size} bytes in blocks of {BLOCK}"
-                if shard.blocks and shard_digest(list(shard.blocks)) != shard.digest:
-                    return "its block digests don't give its digest"
+                fault = _digest_fault(shard, prod(shard.shape) * dtype.itemsize)
+                if fault is not None:
+                    return fault
+        boxes = [Box(shard.offset, shard.shape) for shard in tensor.shards]
         # Without `remove_redundancy`, replicas repeat a box; each distinct box counts once.
-        return cover_fault({s.box for s in tensor.shards}, tensor.shape)
+        return None if is_line(boxes, tensor.shape) else cover_fault(set(boxes), tensor.shape)
+
+
+def _digest_fault(shard: ShardRecord, size: int) -> str | None:
+    if not is_digest(shard.digest) or not all(map(is_digest, shard.blocks)):
+        return f"malformed digest {shard.digest[:60]!r}"
+    if len(shard.blocks) != block_count(size):
+        return f"{len(shard.blocks)} block digests for {size} bytes in blocks of {BLOCK}"
+    if shard.blocks and shard_digest(list(shard.blocks)) != shard.digest:
+        return "its block digests don't give its digest"
+    return None

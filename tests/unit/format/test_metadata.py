@@ -159,11 +159,11 @@ def test_any_mutation_is_read_or_damage(changes: list[tuple[tuple[Any, ...], str
             for key in path[:-1]:
                 holder = holder[key]
             if action == "set":
-                holder[path[-1]] = value
+                holder[path[-1]] = copy.deepcopy(value)
             elif action == "drop":
                 del holder[path[-1]]
             else:
-                holder.append(holder[path[-1]])  # type: ignore[attr-defined]
+                holder.append(copy.deepcopy(holder[path[-1]]))  # type: ignore[attr-defined]
         except (KeyError, IndexError, TypeError, AttributeError):
             continue
     found: DamagedCheckpointError | None = None
