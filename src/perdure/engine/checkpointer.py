@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -19,15 +17,12 @@ from perdure.engine.base import Base, load_base
 from perdure.engine.linked import Linkable, bytes_of
 from perdure.engine.live import Live
 from perdure.engine.plan import Planner
-from perdure.engine.priority import lower_priority
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.engine.restore import Loaded, Restore
-from perdure.engine.save import SAVE_DEADLINE_S, Identity, SaveJob, entries_of
+from perdure.engine.runner import SaveRunner, Underway
+from perdure.engine.save import Identity, SaveJob, entries_of
 from perdure.engine.saveroot import SaveRoot
-from perdure.engine.staging import Staging as Snapshot
-from perdure.engine.watch import SAVE_THREAD
-from perdure.engine.writer import WriteBuffers
 from perdure.errors import SaveError
 from perdure.format.collector import collector_paused
 from perdure.format.commit import CommitRecord
@@ -38,17 +33,6 @@ from perdure.storage.local import LocalStorage
 __all__ = ["Checkpointer", "Loaded"]
 
 Say = Callable[[str], None]
-# One at a time: the disk is kept busy, and a processor is left to training.
-BACKGROUND_WORKERS = 1
-
-
-@dataclass
-class _Underway:
-    job: SaveJob
-    thread: threading.Thread
-    seconds: float = 0.0
-    commit: CommitRecord | None = None
-    error: BaseException | None = None
 
 
 class Checkpointer:
@@ -105,10 +89,8 @@ class Checkpointer:
         self._base: Base | None = None
         self._links: dict[str, Linkable] = {}
         self._planner = Planner(self.ranks, config.remove_redundancy)
-        self._buffers: WriteBuffers | None = None
-        self._background: WriteBuffers | None = None
-        self._snapshot = Snapshot(config.staging_bytes)
-        self._underway: _Underway | None = None
+        self._runner = SaveRunner(self.ranks, config.staging_bytes, self._after_commit)
+        self._underway: Underway | None = None
 
     @property
     def path(self) -> str:
@@ -250,9 +232,9 @@ class Checkpointer:
             self._last_saved = _position(progress)
             background = self.config.async_save if wait is None else not wait
             if background:
-                self._start(job, started)
+                self._underway = self._runner.start(job, started)
             else:
-                commit = self._run_together(job)
+                commit = self._runner.run(job)
                 seconds = time.monotonic() - started
                 self._settle(job, commit, seconds)
                 self._after_commit(commit, seconds)
@@ -350,41 +332,6 @@ class Checkpointer:
             links=self._links,
         )
 
-    def _run_together(self, job: SaveJob) -> CommitRecord | None:
-        def work() -> CommitRecord | None:
-            commit = job.run(self._write_buffers())
-            deadline = time.monotonic() + SAVE_DEADLINE_S
-            while not self.ranks.is_first and self._save_root.root.storage.exists(job.staging.path):
-                if time.monotonic() > deadline:
-                    raise SaveError(f"rank 0 did not publish step {job.common.global_step} in {SAVE_DEADLINE_S:g} s")
-                self.ranks.check()
-                time.sleep(0.002)
-            return commit
-
-        return self.ranks.together(work, f"saving step {job.common.global_step}")
-
-    def _start(self, job: SaveJob, started: float) -> None:
-        job.stage(self._snapshot, self._write_buffers)
-        if self._background is None:
-            self._background = WriteBuffers(BACKGROUND_WORKERS, background=True)
-        buffers = self._background
-
-        def work() -> None:
-            lower_priority()
-            try:
-                underway.commit = job.run(buffers)
-                underway.seconds = time.monotonic() - started
-                self._after_commit(underway.commit, underway.seconds)
-            except BaseException as error:
-                underway.error = error
-            self.ranks.phase.background = ""
-
-        self.ranks.phase.background = f"saving step {job.common.global_step} in the background"
-        thread = threading.Thread(target=work, name=f"{SAVE_THREAD}-{job.common.global_step}", daemon=False)
-        underway = _Underway(job, thread)
-        self._underway = underway
-        thread.start()
-
     def _finish_underway(self) -> None:
         underway, self._underway = self._underway, None
         if underway is None:
@@ -427,16 +374,8 @@ class Checkpointer:
     # ---- the root, and whose it is
 
     def _release(self) -> None:
-        for buffers in (self._buffers, self._background):
-            if buffers is not None:
-                buffers.close()
-        self._buffers = self._background = None
+        self._runner.close()
         self._save_root.release()
-
-    def _write_buffers(self) -> WriteBuffers:
-        if self._buffers is None:
-            self._buffers = WriteBuffers()
-        return self._buffers
 
 
 def _position(progress: Progress) -> tuple[int, int]:
