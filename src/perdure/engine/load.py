@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from perdure.engine.reader import Fill, ShardSource, read_tensors
-from perdure.errors import DamagedCheckpointError, MismatchError
+from perdure.errors import DamagedCheckpointError, MismatchError, PerdureError
 from perdure.format.dtypes import BY_TORCH
 from perdure.format.metadata import CheckpointMetadata, Section, TensorRecord
 from perdure.models.published import config_differences
@@ -147,11 +147,23 @@ class LoadPlan:
                     hint=f"run on {len(trees)} ranks, or give `{name}` a merge_state_dicts(states, rank, ranks)",
                 )
             states = [self._state(name, tree, metadata) for tree in trees]
-            self.objects.append(lambda: value.load_state_dict(merge([s() for s in states], rank, ranks)))
+            self.objects.append(lambda: self._give(name, value, lambda: merge([s() for s in states], rank, ranks)))
             return
         tree = trees[rank if saved["mode"] == "per_rank" else 0]
         state = self._state(name, tree, metadata, getattr(value, "layout_of", None))
-        self.objects.append(lambda: value.load_state_dict(state()))
+        self.objects.append(lambda: self._give(name, value, state))
+
+    def _give(self, name: str, value: Any, state: Callable[[], Any]) -> None:
+        """Hands an object its state; an error of its own code is told with whose it is."""
+        try:
+            value.load_state_dict(state())
+        except PerdureError:
+            raise
+        except Exception as error:
+            raise MismatchError(
+                f"{self.where}: `{name}` does not take the state that was saved under its name: "
+                f"{type(error).__name__}: {str(error)[:300]}"
+            ) from error
 
     def _state(
         self,
