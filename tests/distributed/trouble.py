@@ -20,7 +20,7 @@ class Trouble(Callback):
     """At the end of a step (or in another hook) one rank does something bad.
 
     Args:
-        kind: raise, interrupt, exit, hang, stop, kill, or `stuck`: the other ranks are in C++ and one raises.
+        kind: raise, interrupt, exit, hang, stop, kill, kill-once, or `stuck`: the others are in C++ and one raises.
     """
 
     def __init__(self, kind: str, rank: int = 1, step: int = 3, hook: str = "on_step_end") -> None:
@@ -53,4 +53,8 @@ class Trouble(Callback):
         if self.kind == "hang":
             Path("hangs").touch()
             time.sleep(200)
-        os.kill(os.getpid(), {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}[self.kind])
+        if self.kind == "kill-once":
+            if Path("killed").exists():
+                return
+            Path("killed").touch()
+        os.kill(os.getpid(), {"stop": signal.SIGSTOP}.get(self.kind, signal.SIGKILL))
