@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from perdure.format.keys import GAMMA, MASK, derive, extend, mix64
+from perdure.state.random import seed_cpu
 
 __all__ = ["SampleKeys", "Streams"]
 
@@ -46,7 +47,8 @@ def _seed_numpy(key: int) -> None:
 class Streams:
     """The three streams as one reader of samples uses them: seeded where it draws from them, else watched.
 
-    A watched stream is put in a known state before a micro-batch; its next number afterwards tells whether
+    In the first micro-batch all are seeded, and after each sample it is looked which have moved. From then on a
+    stream that hasn't is put in a known state before a micro-batch; its next number afterwards tells whether
     anything was drawn. Numpy's functions draw from a generator that belongs to this object.
     """
 
@@ -66,8 +68,9 @@ class Streams:
         self._number.random_(generator=generator)
         self._torch_state = generator.get_state()
         self._torch_next = int(self._number.random_(generator=generator))
-        self.seeded: list[Callable[[int], object]] = []
+        self.seeded: list[Callable[[int], object]] = [self._seed_all]
         self._used = 0
+        self._learning, self._last = True, 0
 
     def own_numpy(self) -> None:
         """Makes numpy's legacy functions draw from this object's generator, a kind that they can seed."""
@@ -75,6 +78,8 @@ class Streams:
 
     def watch(self) -> None:
         """Puts the watched streams in their known states."""
+        if self._learning:
+            return
         if not self._used & PYTHON:
             random.setstate(self._python_state)
         if not self._used & TORCH:
@@ -82,6 +87,11 @@ class Streams:
 
     def found_draws(self) -> bool:
         """Whether a watched stream was drawn from; it is seeded from now on."""
+        if self._learning:
+            self._look()
+            self._learning = False
+            self._settle()
+            return False
         drawn = 0
         if not self._used & PYTHON and random.getrandbits(64) != self._python_next:
             drawn |= PYTHON
@@ -91,11 +101,33 @@ class Streams:
             drawn |= TORCH
         if drawn:
             self._used |= drawn
-            # About a microsecond for torch's; torch.manual_seed would take two hundred.
-            torch_seed = torch.default_generator.manual_seed
-            table: dict[int, Callable[[int], object]] = {PYTHON: random.seed, NUMPY: _seed_numpy, TORCH: torch_seed}
-            self.seeded = [seed for stream, seed in table.items() if self._used & stream]
+            self._settle()
         return bool(drawn)
+
+    def _settle(self) -> None:
+        # About a microsecond for torch's; torch.manual_seed would take two hundred.
+        torch_seed = torch.default_generator.manual_seed
+        table: dict[int, Callable[[int], object]] = {PYTHON: random.seed, NUMPY: _seed_numpy, TORCH: torch_seed}
+        self.seeded = [seed for stream, seed in table.items() if self._used & stream]
+        _seed_numpy(self._KEY)
+        self._numpy_twin.seed(self._KEY & 0xFFFFFFFF)
+
+    def _seed_all(self, key: int) -> None:
+        self._look()
+        seed_cpu(key)
+        self._last = key
+
+    def _look(self) -> None:
+        """Which streams have moved since all were seeded last. Draws from each itself."""
+        key, number = self._last, self._number
+        if not key:
+            return
+        if random.getrandbits(64) != random.Random(key).getrandbits(64):
+            self._used |= PYTHON
+        if np.random.random_sample() != np.random.RandomState(key & 0xFFFFFFFF).random_sample():
+            self._used |= NUMPY
+        if int(number.random_()) != int(number.random_(generator=torch.Generator().manual_seed(key))):
+            self._used |= TORCH
 
     def __enter__(self) -> None:
         """Puts the caller's three streams aside."""
