@@ -115,6 +115,26 @@ class Fetcher:
                 return fetched
 
     def _read(self, task: Task, worker: int | None, seeded: Seeders) -> Fetched | Failure:
+        samples: list[Any] | Failure | None = None if seeded else self._read_at_once(task, worker)
+        if samples is None:
+            samples = self._read_one_by_one(task, worker, seeded)
+        return samples if isinstance(samples, Failure) else self._collated(samples, task, worker, seeded)
+
+    def _read_at_once(self, task: Task, worker: int | None) -> list[Any] | None:
+        """All samples in one go where nothing is to be done for each; None where one cannot be read.
+
+        `__getitems__` is what torch's DataLoader asks a data set for a batch by.
+        """
+        dataset = self._dataset
+        many = getattr(dataset, "__getitems__", None)
+        if many is None and worker is not None:
+            return None  # each sample is noted on the board
+        try:
+            return list(many(task.ids)) if many is not None else [dataset[index] for index in task.ids]
+        except Exception:
+            return None  # reading one by one tells which
+
+    def _read_one_by_one(self, task: Task, worker: int | None, seeded: Seeders) -> list[Any] | Failure:
         samples = []
         dataset, sample_key = self._dataset, self._keys.sample
         board, slot = (None, 0) if worker is None else (self._board, worker * BOARD_FIELDS)
@@ -130,6 +150,9 @@ class Fetcher:
                 samples.append(dataset[index])
         except Exception as error:
             return failure(error, self._name, f"{where(dataset, index)}, stream position {position}")
+        return samples
+
+    def _collated(self, samples: list[Any], task: Task, worker: int | None, seeded: Seeders) -> Fetched | Failure:
         first, last = task.runs[0][0], task.runs[-1][1]
         try:
             if seeded:

@@ -462,3 +462,37 @@ def test_an_uneven_tail_leaves_all_ranks_with_the_same_steps_and_no_sample_out()
     assert set(samples.values()) == {9}
     assert {len(step) for step in whole} == {6}
     assert epochs(1, 7, 12) == whole
+
+
+class Batched(Numbers):
+    """Can read many samples at once, and draws for some of them."""
+
+    def __init__(self) -> None:
+        super().__init__(60)
+        self.calls: list[list[int]] = []
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 59:
+            raise KeyError("no such row")
+        return index, float(torch.rand(())) if index > 40 else 0.0
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.calls.append(indices)
+        return [self[index] for index in indices]
+
+
+def test_samples_are_read_at_once_where_the_data_can_and_each_is_still_itself() -> None:
+    def run(kind: Any) -> list[str]:
+        loader = ResumableLoader(kind, global_batch_size=4, shuffle=False)
+        return [str(data) for step in loader.take(14) for data in step]
+
+    dataset, plain = Batched(), Batched()
+    plain.__class__ = type("Plain", (Numbers,), {"__getitem__": Batched.__getitem__})
+    assert run(dataset) == run(plain)
+    assert [4, 5, 6, 7] in dataset.calls
+    loader = ResumableLoader(dataset, global_batch_size=4, shuffle=False)
+    loader.seek(52)
+    passing = loader.take()
+    next(passing)
+    with pytest.raises(DataError, match="sample 59, stream position 59: KeyError"):
+        next(passing)
