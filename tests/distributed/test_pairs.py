@@ -170,9 +170,9 @@ def check_written(root: Path, ranks: int) -> None:
         (FIRST, False),
         (["one", "shard 3", "shard 2 x tensor 2"], True),
         pytest.param(list(LAYOUTS), False, marks=pytest.mark.slow),
-        pytest.param(list(LAYOUTS), True, marks=pytest.mark.slow),
+        pytest.param(["tensor 2", "pipeline 2 x tensor 2", "shard 4"], True, marks=pytest.mark.slow),
     ],
-    ids=["float32", "bfloat16 with masters", "all float32", "all bfloat16 with masters"],
+    ids=["float32", "bfloat16 with masters", "all float32", "more bfloat16 with masters"],
 )
 def test_any_layout_into_any_other(tmp_path: Path, names: list[str], low: bool) -> None:
     straight = tmp_path / "straight"

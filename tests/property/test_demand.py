@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perdure.engine import demand
-from perdure.engine.demand import blocks_needed, divide, list_shards
+from perdure.engine.demand import Listing, divide
 from perdure.engine.reader import Fill
 from perdure.format.box import Box, intersect, runs, whole
+from perdure.format.dtypes import BY_SAFETENSORS
 from perdure.format.metadata import CheckpointMetadata, FileRecord, ShardRecord, TensorRecord
 from perdure.state.shards import Piece
 
@@ -63,35 +64,61 @@ def test_units_are_what_several_need_and_everything_is_read_once(
     case: tuple[CheckpointMetadata, list[list[Fill]]],
 ) -> None:
     metadata, fills = case
-    listed = list_shards(metadata)
-    needs = [blocks_needed(listed, each) for each in fills]
+    listing = Listing(metadata)
+    needs = [listing.needed(each) for each in fills]
+    parts = [listing.part(block) for block in range(listing.blocks)]
+    assert [part.size for part in parts] == listing.block_sizes().tolist()
+    stored = sum(record.nbytes for record in metadata.model.values())
+    assert sum(part.size for part in parts) == stored
     for rank, each in enumerate(fills):
-        for shard in listed:
-            itemsize = shard.size // shard.shard.box.numel
-            expected = set()
+        for block, part in enumerate(parts):
+            itemsize = BY_SAFETENSORS[part.record.dtype].itemsize
+            bytes_needed = set()
             for fill in each:
-                for piece in fill.pieces if fill.name == shard.name else ():
-                    both = intersect(shard.shard.box, piece.box) if shard.shard.shape else shard.shard.box
-                    for start, count in runs(shard.shard.box, both) if both else ():
-                        expected |= {b // BLOCK for b in range(start * itemsize, (start + count) * itemsize)}
-            found = np.flatnonzero(needs[rank][shard.first : shard.first + shard.blocks])
-            assert set(found.tolist()) == expected
-    shared, units = divide(listed, [np.packbits(each).tobytes() for each in needs])
-    of_units: Counter[tuple[int, int, int]] = Counter()
-    for unit in units:
+                for piece in fill.pieces if fill.name == part.name else ():
+                    both = intersect(part.shard.box, piece.box) if part.shard.shape else part.shard.box
+                    for start, count in runs(part.shard.box, both) if both else ():
+                        bytes_needed |= set(range(start * itemsize, (start + count) * itemsize))
+            own = set(range(part.start, part.start + part.size))
+            assert bool(needs[rank][block]) == bool(own & bytes_needed)
+    division = divide(listing, [np.packbits(each).tobytes() for each in needs])
+    passed: Counter[int] = Counter()
+    read = [0] * len(fills)
+    for number, unit in enumerate(division.units):
+        assert unit.number == number
         assert unit.reader in unit.needed_by
-        assert unit.size <= BLOCK
-        assert len({part.shard.shard.file for part in unit.parts}) == 1
-        for part in unit.parts:
-            block = part.shard.first + part.start // BLOCK
-            assert part.size == min(BLOCK, part.shard.size - part.start)
-            for rank in range(len(fills)):
-                assert bool(needs[rank][block]) == (rank in unit.needed_by)
-            of_units[part.shard.first, part.start, part.size] += 1
-    assert set(of_units.values()) <= {1}
-    counts = sum(each.astype(int) for each in needs) if needs else np.zeros(0)
-    for number, shard in enumerate(listed):
-        own = counts[shard.first : shard.first + shard.blocks]
-        assert (number in shared) == bool((own > 1).any())
-        passed = sum(key[0] == shard.first for key in of_units)
-        assert passed == (int((own > 0).sum()) if number in shared else 0)
+        own_parts = [parts[block] for block in unit.blocks]
+        assert sum(part.size for part in own_parts) <= BLOCK
+        assert len({part.shard.file for part in own_parts}) == 1
+        for block in unit.blocks:
+            assert [rank for rank in range(len(fills)) if needs[rank][block]] == list(unit.needed_by)
+        passed.update(unit.blocks.tolist())
+        read[unit.reader] += sum(part.size for part in own_parts)
+    # A shard of which several need a block is passed on; others are read by those who need them.
+    shards = np.repeat(np.arange(len(listing.firsts)), listing.counts)
+    for block in range(listing.blocks):
+        alike = [b for b in range(listing.blocks) if shards[b] == shards[block]]
+        several = any(sum(bool(need[b]) for need in needs) > 1 for b in alike)
+        wanted = any(need[block] for need in needs)
+        assert bool(division.shared[shards[block]]) == several
+        assert passed[block] == int(several and wanted)
+        if several:
+            continue
+        for rank, each in enumerate(fills):
+            alone = listing.alone(each, division.shared)
+            found = any(parts[block].shard in fill.record.shards for fill in alone if fill.name == parts[block].name)
+            assert found or not needs[rank][block]
+
+
+@given(st.integers(1, 5), st.integers(1, 30))
+def test_replicas_share_the_reading_evenly(ranks: int, count: int) -> None:
+    metadata = CheckpointMetadata(files=[FileRecord("f", 0, "")])
+    for number in range(count):
+        shard = ShardRecord(0, (0,), (BLOCK,), "")
+        metadata.model[f"t{number}"] = TensorRecord("U8", (BLOCK,), [shard])
+    listing = Listing(metadata)
+    everything = np.packbits(np.ones(listing.blocks, dtype=bool)).tobytes()
+    division = divide(listing, [everything] * ranks)
+    times = Counter(unit.reader for unit in division.units)
+    assert len(division.units) == (count if ranks > 1 else 0)
+    assert ranks == 1 or max(times.values()) - min(times.get(rank, 0) for rank in range(ranks)) <= 1

@@ -14,12 +14,11 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from perdure.engine.demand import Listed, Unit, blocks_needed, divide, list_shards
+from perdure.engine.demand import Listing, Part, Unit, divide
 from perdure.engine.forward import SLOTS, Forward
 from perdure.engine.place import as_dtype, copy_overlap, in_place, overlap
 from perdure.engine.ranks import Ranks
@@ -59,33 +58,24 @@ def read_balanced(
         OSError: the storage failed; on the other ranks `RanksError`.
     """
 
-    def list_needs() -> tuple[list[Listed], bytes]:
-        listed = list_shards(metadata)
-        return listed, np.packbits(blocks_needed(listed, fills)).tobytes()
+    def list_needs() -> tuple[Listing, bytes]:
+        listing = Listing(metadata)
+        return listing, np.packbits(listing.needed(fills)).tobytes()
 
-    listed, needs = ranks.together(list_needs, "planning the load")
-    shared, units = divide(listed, ranks.gather(needs, "planning the load"))
-    passed = {(listed[n].section, listed[n].name, listed[n].shard.box) for n in shared}
-    work = _Work(source, fills, ranks.rank, verify)
+    doing = "planning the load"
+    listing, needs = ranks.together(list_needs, doing)
+    told = ranks.gather(needs, doing)
+    division = ranks.together(lambda: divide(listing, told), doing)
+    work = _Work(source, fills, listing, ranks.rank, verify)
     try:
-        alone = [
-            Fill(
-                fill.section,
-                fill.name,
-                msgspec.structs.replace(
-                    fill.record,
-                    shards=[s for s in fill.record.shards if (fill.section, fill.name, s.box) not in passed],
-                ),
-                fill.pieces,
-            )
-            for fill in fills
-        ]
+        alone = listing.alone(fills, division.shared)
         work.bytes_read = read_tensors(source, alone, threads=threads, verify=verify)
     except Exception as error:
         work.error = error
-    if units:
+    if division.units:
+        mine = [unit for unit in division.units if ranks.rank in unit.needed_by]
         with Forward(ranks, share_memory) as forward, ThreadPoolExecutor(threads, "perdure-read") as pool:
-            work.run([unit for unit in units if ranks.rank in unit.needed_by], forward, pool)
+            work.run(mine, forward, pool)
     ranks.agree(work.error, _DOING)
     return work.bytes_read
 
@@ -93,11 +83,11 @@ def read_balanced(
 class _Work:
     """One rank's part: what it reads for all, and what it takes from others."""
 
-    def __init__(self, source: ShardSource, fills: Iterable[Fill], rank: int, verify: bool) -> None:
+    def __init__(self, source: ShardSource, fills: Iterable[Fill], listing: Listing, rank: int, verify: bool) -> None:
         self.bytes_read = 0
         self.error: BaseException | None = None
         self._stopped = False
-        self._source, self._rank, self._verify = source, rank, verify
+        self._source, self._listing, self._rank, self._verify = source, listing, rank, verify
         self._pieces: dict[tuple[Section, str], list[Piece]] = {}
         for fill in fills:
             self._pieces.setdefault((fill.section, fill.name), []).extend(fill.pieces)
@@ -111,7 +101,7 @@ class _Work:
         def read_ahead() -> None:
             unit = next(own, None)
             if unit is not None:
-                reads.append(pool.submit(self._read, unit, forward.slot(turn + len(reads))))
+                reads.append(pool.submit(self._read, self._parts(unit), forward.slot(turn + len(reads))))
 
         for _ in range(SLOTS - 1):
             read_ahead()
@@ -122,11 +112,15 @@ class _Work:
                 except Exception as error:
                     self.error = self.error or error
                 others = [rank for rank in unit.needed_by if rank != self._rank]
-                forward.pass_on(turn, unit.size, unit.number, others, self._failed)
+                size = sum(part.size for part in self._parts(unit))
+                forward.pass_on(turn, size, unit.number, others, self._failed)
                 turn += 1
                 read_ahead()
-            elif not forward.take(unit.number, unit.reader, unit.size, partial(self._take, unit)):
-                self._stopped = True
+            else:
+                parts = self._parts(unit)
+                size = sum(part.size for part in parts)
+                if not forward.take(unit.number, unit.reader, size, partial(self._take, parts)):
+                    self._stopped = True
         forward.finish()
 
     @property
@@ -134,42 +128,43 @@ class _Work:
         """Whether this load has failed, here or on a rank that said so."""
         return self.error is not None or self._stopped
 
-    def _read(self, unit: Unit, slot: Tensor) -> int:
+    def _parts(self, unit: Unit) -> list[Part]:
+        return [self._listing.part(block) for block in unit.blocks.tolist()]
+
+    def _read(self, parts: list[Part], slot: Tensor) -> int:
         """Reads a unit, checks it, and takes what this rank needs of it; how many bytes were read."""
         if self._failed:
             return 0
-        data = slot[: unit.size]
-        for begin, end, reader, offset in self._ranges(unit):
+        for begin, end, reader, offset in self._ranges(parts):
             try:
-                reader.pread_into(memory_of(data[begin:end]), offset)
+                reader.pread_into(memory_of(slot[begin:end]), offset)
             except EOFError as error:
-                raise self._damage(unit.parts[0].shard, str(error)) from None
+                raise self._damage(parts[0], str(error)) from None
         at = 0
-        for part in unit.parts:
-            shard = part.shard.shard
-            number, blocks = part.start // BLOCK, shard.blocks or (shard.digest,)
+        for part in parts:
+            number, blocks = part.start // BLOCK, part.shard.blocks or (part.shard.digest,)
             # A checkpoint made by others has no digests.
             expected = blocks[number] if number < len(blocks) else ""
-            if self._verify and expected and digest_bytes(memory_of(data[at : at + part.size])) != expected:
-                raise self._damage(part.shard, f"block {number} is not what was written ({expected} expected)")
+            if self._verify and expected and digest_bytes(memory_of(slot[at : at + part.size])) != expected:
+                raise self._damage(part, f"block {number} is not what was written ({expected} expected)")
             at += part.size
-        self._place(unit, data)
-        return unit.size
+        self._place(parts, slot)
+        return at
 
-    def _take(self, unit: Unit, data: Tensor) -> None:
+    def _take(self, parts: list[Part], data: Tensor) -> None:
         """Takes what this rank needs of a unit that another one has read; an error is kept for the end."""
         try:
             if not self._failed:
-                self._place(unit, data)
+                self._place(parts, data)
         except Exception as error:
             self.error = self.error or error
 
-    def _ranges(self, unit: Unit) -> list[tuple[int, int, FileReader, int]]:
+    def _ranges(self, parts: list[Part]) -> list[tuple[int, int, FileReader, int]]:
         """The runs of a unit that lie together in its file, as (begin, end, file, offset)."""
         found: list[tuple[int, int, FileReader, int]] = []
         at = 0
-        for part in unit.parts:
-            reader, offset = self._source.locate(part.shard.section, part.shard.name, part.shard.shard)
+        for part in parts:
+            reader, offset = self._source.locate(part.section, part.name, part.shard)
             offset += part.start
             if found and found[-1][2] is reader and found[-1][3] + found[-1][1] - found[-1][0] == offset:
                 found[-1] = (found[-1][0], at + part.size, reader, found[-1][3])
@@ -178,26 +173,25 @@ class _Work:
             at += part.size
         return found
 
-    def _place(self, unit: Unit, data: Tensor) -> None:
+    def _place(self, parts: list[Part], data: Tensor) -> None:
         """Copies what this rank needs of a unit to where it belongs."""
         at = 0
-        for part in unit.parts:
-            listed, box = part.shard, part.shard.shard.box
-            stored: torch.dtype = getattr(torch, BY_SAFETENSORS[listed.record.dtype].torch)
-            itemsize = listed.size // box.numel
+        for part in parts:
+            box, dtype = part.shard.box, BY_SAFETENSORS[part.record.dtype]
+            stored: torch.dtype = getattr(torch, dtype.torch)
             bytes_ = data[at : at + part.size]
             at += part.size
-            for piece in self._pieces.get((listed.section, listed.name), ()):
+            for piece in self._pieces.get((part.section, part.name), ()):
                 if overlap(box, piece.box) is None:
                     continue
                 if piece.box == box and in_place(piece.tensor, stored):
                     ctypes.memmove(piece.tensor.data_ptr() + part.start, bytes_.data_ptr(), part.size)
                     continue
-                values, first = as_dtype(bytes_, stored), part.start // itemsize
-                for inner, begin in boxes_of_run(box, first, part.size // itemsize):
+                values, first = as_dtype(bytes_, stored), part.start // dtype.itemsize
+                for inner, begin in boxes_of_run(box, first, part.size // dtype.itemsize):
                     run = values[begin - first :][: inner.numel]
                     copy_overlap(run.reshape(inner.shape), inner, piece)
 
-    def _damage(self, listed: Listed, what: str) -> DamagedCheckpointError:
-        file, name = self._source.file_name(listed.shard), listed.name
+    def _damage(self, part: Part, what: str) -> DamagedCheckpointError:
+        file, name = self._source.file_name(part.shard), part.name
         return DamagedCheckpointError(f"{file}: {name[:300]}: {what}", file=file, tensor=name)

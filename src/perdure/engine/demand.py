@@ -1,116 +1,155 @@
 """Which digest blocks of a checkpoint each rank needs, and who reads those that several need.
 
-Pure: computed alike on every rank from the record and one bit per rank and block.
+Pure: computed alike on every rank from the record and one bit per rank and block. Shards are numbered in the
+order in which they lie in their files; what is said of a million of them is said in arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.engine.place import distinct, overlap
+from perdure.engine.place import distinct, near, overlap
 from perdure.engine.reader import Fill
 from perdure.format.box import Box
 from perdure.format.digest import BLOCK
 from perdure.format.dtypes import BY_SAFETENSORS
 from perdure.format.metadata import CheckpointMetadata, Section, ShardRecord, TensorRecord
 
-__all__ = ["Listed", "Part", "Unit", "blocks_needed", "divide", "list_shards"]
+__all__ = ["Division", "Listing", "Part", "Unit", "divide"]
 
-_AT_ONCE = 4096
+_AT_ONCE = 1 << 16
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A shard in the order in which every rank lists them; `first` is the number of its first block."""
+class Part:
+    """Bytes [start, start + size) of a shard, which begin and end with a digest block."""
 
     section: Section
     name: str
     record: TensorRecord
     shard: ShardRecord
-    size: int
-    first: int
-
-    @property
-    def blocks(self) -> int:
-        """How many digest blocks it has."""
-        return -(-self.size // BLOCK)
-
-
-@dataclass(frozen=True)
-class Part:
-    """Bytes [start, start + size) of a listed shard, which begin and end with a digest block."""
-
-    shard: Listed
     start: int
     size: int
 
 
-@dataclass(frozen=True)
-class Unit:
-    """What is read at once by one rank for all that need it: a block, or small shards that follow each other."""
+class Listing:
+    """The shards of a checkpoint that have elements, each box once, and their digest blocks, numbered throughout.
 
-    number: int
-    reader: int
-    needed_by: tuple[int, ...]
-    parts: tuple[Part, ...]
+    Attributes:
+        firsts, counts: number of each shard's first block, and how many it has.
+        sizes: bytes of each shard; `files` the file it lies in.
+    """
+
+    def __init__(self, metadata: CheckpointMetadata) -> None:
+        itemsizes = {name: dtype.itemsize for name, dtype in BY_SAFETENSORS.items()}
+        tensors = sorted(metadata.tensors(), key=lambda t: (-itemsizes[t[2].dtype], t[1], t[0]))
+        self._keys = {(section, name): number for number, (section, name, _) in enumerate(tensors)}
+        self._tensors = tensors
+        self._shards = [_with_elements(record) for _, _, record in tensors]
+        lengths = [len(shards) for shards in self._shards]
+        sizes = [
+            prod(shard.shape) * itemsizes[record.dtype]
+            for (_, _, record), shards in zip(tensors, self._shards, strict=True)
+            for shard in shards
+        ]
+        files = [shard.file for shards in self._shards for shard in shards]
+        owner = np.repeat(np.arange(len(tensors)), lengths)
+        position = np.concatenate([np.arange(0), *map(np.arange, lengths)])
+        order = np.lexsort((position, owner, np.array(files, dtype=np.int64)))
+        self._owner, self._position = owner[order], position[order]
+        self._begin = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        self._number = np.empty(len(order), dtype=np.int64)
+        self._number[order] = np.arange(len(order))
+        self.sizes: Ints = np.array(sizes, dtype=np.int64)[order]
+        self.files: Ints = np.array(files, dtype=np.int64)[order]
+        self.counts: Ints = -(-self.sizes // BLOCK)
+        self.firsts: Ints = np.cumsum(self.counts) - self.counts
 
     @property
-    def size(self) -> int:
-        """Bytes of all its parts."""
-        return sum(part.size for part in self.parts)
+    def blocks(self) -> int:
+        """How many digest blocks there are in all."""
+        return int(self.counts.sum())
+
+    def block_sizes(self) -> Ints:
+        """Bytes of each block."""
+        sizes = np.full(self.blocks, BLOCK, dtype=np.int64)
+        sizes[self.firsts + self.counts - 1] = self.sizes - (self.counts - 1) * BLOCK
+        return sizes
+
+    def part(self, block: int) -> Part:
+        """One block as a part of its shard."""
+        number = int(np.searchsorted(self.firsts, block, side="right")) - 1
+        tensor, position = int(self._owner[number]), int(self._position[number])
+        start = (block - int(self.firsts[number])) * BLOCK
+        section, name, record = self._tensors[tensor]
+        size = min(BLOCK, int(self.sizes[number]) - start)
+        return Part(section, name, record, self._shards[tensor][position], start, size)
+
+    def needed(self, fills: Iterable[Fill]) -> NDArray[np.bool_]:
+        """Which of all blocks some pieces need."""
+        needed = np.zeros(self.blocks, dtype=bool)
+        for fill in fills:
+            tensor = self._keys[fill.section, fill.name]
+            itemsize = BY_SAFETENSORS[fill.record.dtype].itemsize
+            shards = self._shards[tensor]
+            places = {id(shard): position for position, shard in enumerate(shards)}
+            wanted = {piece.box for piece in fill.pieces}
+            for shard in near(shards, fill.pieces):
+                number = self._number[self._begin[tensor] + places[id(shard)]]
+                first = self.firsts[number]
+                _mark(needed[first : first + self.counts[number]], shard.box, wanted, itemsize)
+        return needed
+
+    def alone(self, fills: Iterable[Fill], shared: NDArray[np.bool_]) -> list[Fill]:
+        """The fills with those of their shards only that are not shared."""
+        found = []
+        for fill in fills:
+            tensor = self._keys[fill.section, fill.name]
+            numbers = self._number[self._begin[tensor] : self._begin[tensor + 1]]
+            left = np.flatnonzero(~shared[numbers]).tolist()
+            if left:
+                shards = [self._shards[tensor][position] for position in left]
+                record = msgspec.structs.replace(fill.record, shards=shards)
+                found.append(Fill(fill.section, fill.name, record, fill.pieces))
+        return found
 
 
-def list_shards(metadata: CheckpointMetadata) -> list[Listed]:
-    """The shards of a checkpoint, each box once, in the order in which they lie in their files."""
-    found = []
-    for section, name, record in metadata.tensors():
-        itemsize = BY_SAFETENSORS[record.dtype].itemsize
-        for shard in distinct(record.shards):
-            size = shard.box.numel * itemsize
-            if size:
-                order = (shard.file, -itemsize, shard.key or name, section, name, shard.box)
-                found.append((order, section, name, record, shard, size))
-    found.sort(key=lambda row: row[0])
-    listed, first = [], 0
-    for _, section, name, record, shard, size in found:
-        listed.append(Listed(section, name, record, shard, size, first))
-        first += listed[-1].blocks
-    return listed
+def _with_elements(record: TensorRecord) -> list[ShardRecord]:
+    """The shards that have elements, each box once."""
+    shards = record.shards
+    held = [prod(shard.shape) for shard in shards]
+    if sum(held) == prod(record.shape):
+        # They cover the tensor, so none is there twice.
+        return shards if all(held) else [shard for shard, count in zip(shards, held, strict=True) if count]
+    return [shard for shard in distinct(shards) if prod(shard.shape)]
 
 
-def blocks_needed(listed: Sequence[Listed], fills: Iterable[Fill]) -> NDArray[np.bool_]:
-    """Which of all blocks the pieces of a rank need."""
-    total = listed[-1].first + listed[-1].blocks if listed else 0
-    needed = np.zeros(total, dtype=bool)
-    boxes: dict[tuple[Section, str], list[Box]] = {}
-    for fill in fills:
-        boxes.setdefault((fill.section, fill.name), []).extend(piece.box for piece in fill.pieces)
-    for shard in listed:
-        itemsize = shard.size // shard.shard.box.numel
-        own = needed[shard.first : shard.first + shard.blocks]
-        for box in boxes.get((shard.section, shard.name), ()):
-            inner = overlap(shard.shard.box, box)
-            if inner is None:
-                continue
-            if len(own) == 1 or inner == shard.shard.box:
-                own[:] = True
-                break
-            starts, count = _runs(shard.shard.box, inner)
-            first, last = starts * itemsize // BLOCK, ((starts + count) * itemsize - 1) // BLOCK
-            # A run may span blocks: each opens where it begins and closes after where it ends.
-            steps = np.zeros(len(own) + 1, dtype=np.int64)
-            np.add.at(steps, first, 1)
-            np.add.at(steps, last + 1, -1)
-            own |= np.cumsum(steps[:-1]) > 0
-    return needed
+def _mark(blocks: NDArray[np.bool_], outer: Box, wanted: Iterable[Box], itemsize: int) -> None:
+    """Marks those of a shard's blocks that the wanted boxes need."""
+    for box in wanted:
+        inner = overlap(outer, box)
+        if inner is None:
+            continue
+        if len(blocks) == 1 or inner == outer:
+            blocks[:] = True
+            return
+        starts, count = _runs(outer, inner)
+        first, last = starts * itemsize // BLOCK, ((starts + count) * itemsize - 1) // BLOCK
+        # A run may span blocks: each opens where it begins and closes after where it ends.
+        steps = np.zeros(len(blocks) + 1, dtype=np.int64)
+        np.add.at(steps, first, 1)
+        np.add.at(steps, last + 1, -1)
+        blocks |= np.cumsum(steps[:-1]) > 0
 
 
-def _runs(outer: Box, inner: Box) -> tuple[NDArray[np.int64], int]:
+def _runs(outer: Box, inner: Box) -> tuple[Ints, int]:
     """Where the contiguous runs of `inner` begin in the memory of `outer`, and how long each is, in elements."""
     shape = outer.shape
     tail = len(shape)
@@ -124,65 +163,67 @@ def _runs(outer: Box, inner: Box) -> tuple[NDArray[np.int64], int]:
     return starts.astype(np.int64), prod(inner.shape[lead:])
 
 
-def divide(listed: Sequence[Listed], needs: Sequence[bytes]) -> tuple[set[int], list[Unit]]:
-    """The shards of which several ranks need the same block, and their blocks as units to be read once.
+@dataclass(frozen=True)
+class Unit:
+    """What is read at once by one rank for all that need it: a block, or small shards that follow each other."""
 
-    Every other shard is left to the rank that needs it. Units go to the rank that has least to read so far,
-    what it needs alone included, ties to the lower rank.
+    number: int
+    reader: int
+    needed_by: tuple[int, ...]
+    blocks: Ints
+
+
+@dataclass(frozen=True)
+class Division:
+    """The shards of which several ranks need the same block, and these blocks as units, each to be read once.
+
+    Every other shard is left to the rank that needs it.
+    """
+
+    shared: NDArray[np.bool_]
+    units: list[Unit]
+
+
+def divide(listing: Listing, needs: Sequence[bytes]) -> Division:
+    """Who reads what: units go to the rank that has least to read so far, ties to the lower rank.
+
+    What a rank needs alone counts among what it has to read.
 
     Args:
-        needs: of each rank `blocks_needed`, packed to bits.
+        needs: of each rank `Listing.needed`, packed to bits.
     """
-    if not listed:
-        return set(), []
+    total = listing.blocks
+    if not total:
+        return Division(np.zeros(0, dtype=bool), [])
     bits = np.stack([np.frombuffer(each, dtype=np.uint8) for each in needs])
-    firsts = np.array([shard.first for shard in listed])
-    counts = np.array([shard.blocks for shard in listed])
-    total = int(counts.sum())
     demand = np.zeros(total, dtype=np.int32)
     for row in bits:
         demand += np.unpackbits(row, count=total)
-    shared = np.maximum.reduceat(demand, firsts) > 1
-    sizes = np.full(total, BLOCK, dtype=np.int64)
-    sizes[firsts + counts - 1] = [shard.size - (shard.blocks - 1) * BLOCK for shard in listed]
-    alone = np.where(np.repeat(shared, counts), 0, sizes)
-    loads = [int(np.dot(np.unpackbits(row, count=total), alone)) for row in bits]
-    numbers: list[int] = np.flatnonzero(shared).tolist()
-    blocks = ((listed[n], b) for n in numbers for b in range(listed[n].blocks))
-    units = _units(blocks, _owners(bits, np.flatnonzero(np.repeat(shared, counts))), loads)
-    return set(numbers), units
-
-
-def _owners(bits: NDArray[np.uint8], blocks: NDArray[np.int64]) -> Iterator[tuple[int, ...]]:
-    """The ranks that need each of some blocks, in turn."""
-    for start in range(0, len(blocks), _AT_ONCE):
-        chosen = blocks[start : start + _AT_ONCE]
-        columns = bits[:, chosen >> 3] >> (7 - (chosen & 7)).astype(np.uint8) & 1
-        for column in columns.T:
-            yield tuple(np.flatnonzero(column).tolist())
-
-
-def _units(blocks: Iterable[tuple[Listed, int]], owners: Iterable[tuple[int, ...]], loads: list[int]) -> list[Unit]:
+    shared = np.maximum.reduceat(demand, listing.firsts) > 1
+    of_shared = np.repeat(shared, listing.counts)
+    sizes = listing.block_sizes()
+    alone = np.where(of_shared, 0, sizes)
+    loads = np.array([np.dot(np.unpackbits(row, count=total), alone) for row in bits], dtype=np.int64)
     units: list[Unit] = []
-    parts: list[Part] = []
-    needed_by: tuple[int, ...] = ()
+    blocks = np.flatnonzero(of_shared & (demand > 0))
+    files = np.repeat(listing.files, listing.counts)
+    for start in range(0, len(blocks), _AT_ONCE):
+        _add_units(units, blocks[start : start + _AT_ONCE], bits, files, sizes, loads)
+    return Division(shared, units)
 
-    def close() -> None:
-        if parts:
-            reader = min(needed_by, key=lambda rank: (loads[rank], rank))
-            units.append(Unit(len(units), reader, needed_by, tuple(parts)))
-            loads[reader] += units[-1].size
-            parts.clear()
 
-    room = 0
-    for (shard, block), ranks in zip(blocks, owners, strict=True):
-        if not ranks:
-            continue
-        part = Part(shard, block * BLOCK, min(BLOCK, shard.size - block * BLOCK))
-        if not parts or ranks != needed_by or part.size > room or shard.shard.file != parts[0].shard.shard.file:
-            close()
-            needed_by, room = ranks, BLOCK
-        parts.append(part)
-        room -= part.size
-    close()
-    return units
+def _add_units(units: list[Unit], blocks: Ints, bits: NDArray[np.uint8], files: Ints, sizes: Ints, loads: Ints) -> None:
+    """Packs blocks of one file that the same ranks need into units, and gives each to a rank."""
+    owners = bits[:, blocks >> 3] >> (7 - (blocks & 7)).astype(np.uint8) & 1
+    differ = (owners[:, 1:] != owners[:, :-1]).any(axis=0) | (files[blocks[1:]] != files[blocks[:-1]])
+    ends = np.cumsum(sizes[blocks])
+    for run in np.split(np.arange(len(blocks)), np.flatnonzero(differ) + 1):
+        begin, end = int(run[0]), int(run[-1]) + 1
+        ranks = np.flatnonzero(owners[:, begin])
+        while begin < end:
+            before = int(ends[begin - 1]) if begin else 0
+            after = min(max(int(np.searchsorted(ends, before + BLOCK, side="right")), begin + 1), end)
+            reader = int(ranks[loads[ranks].argmin()])
+            loads[reader] += int(ends[after - 1]) - before
+            units.append(Unit(len(units), reader, tuple(ranks.tolist()), blocks[begin:after]))
+            begin = after

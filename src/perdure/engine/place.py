@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
@@ -12,7 +12,7 @@ from perdure.format.box import Box, intersect
 from perdure.format.metadata import ShardRecord
 from perdure.state.shards import Piece
 
-__all__ = ["as_dtype", "copy_overlap", "distinct", "in_place", "meets", "overlap"]
+__all__ = ["as_dtype", "copy_overlap", "distinct", "in_place", "meets", "near", "overlap"]
 
 
 def distinct(shards: list[ShardRecord]) -> Iterator[ShardRecord]:
@@ -22,6 +22,19 @@ def distinct(shards: list[ShardRecord]) -> Iterator[ShardRecord]:
         if shard.box not in seen:
             seen.add(shard.box)
             yield shard
+
+
+def near(shards: list[ShardRecord], pieces: Sequence[Piece]) -> list[ShardRecord]:
+    """The shards that may meet any of the pieces: told by one dimension, at little cost for many."""
+    if not shards or not pieces:
+        return []
+    first = shards[0].offset
+    dim = next((d for d in range(len(first)) if any(s.offset[d] != first[d] for s in shards)), None)
+    if dim is None:
+        return shards
+    low = min(p.box.offset[dim] for p in pieces)
+    high = max(p.box.offset[dim] + p.box.shape[dim] for p in pieces)
+    return [s for s in shards if s.offset[dim] < high and s.offset[dim] + s.shape[dim] > low]
 
 
 def overlap(a: Box, b: Box) -> Box | None:

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from perdure.engine.place import as_dtype, copy_overlap, distinct, in_place, meets, overlap
+from perdure.engine.place import as_dtype, copy_overlap, distinct, in_place, meets, near, overlap
 from perdure.engine.writer import memory_of
 from perdure.errors import DamagedCheckpointError
 from perdure.format.box import Box, intersect
@@ -92,7 +92,7 @@ def read_tensors(
     for fill in fills:
         dtype = BY_SAFETENSORS[fill.record.dtype]
         stored = getattr(torch, dtype.torch)
-        for shard in distinct(fill.record.shards):
+        for shard in distinct(near(fill.record.shards, fill.pieces)):
             box = shard.box
             pieces = tuple(p for p in fill.pieces if meets(box, p.box))
             if pieces and box.numel:
@@ -170,7 +170,7 @@ def bytes_to_read(fills: Iterable[Fill]) -> int:
     total = 0
     for fill in fills:
         itemsize = BY_SAFETENSORS[fill.record.dtype].itemsize
-        for shard in distinct(fill.record.shards):
+        for shard in distinct(near(fill.record.shards, fill.pieces)):
             box = shard.box
             overlaps = [o for p in fill.pieces if (o := overlap(box, p.box)) is not None]
             end = 0
