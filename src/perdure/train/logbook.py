@@ -95,16 +95,16 @@ class Logbook:
             raise UsageError(
                 f"output_dir: {directory} cannot be written: {error.strerror}", hint="name another output_dir"
             ) from error
-        self._metrics = History(os.path.join(directory, "metrics.jsonl"), header, warn=self._say)
+        self._metrics = History(os.path.join(directory, "metrics.jsonl"), _without_data(header), warn=self._say)
         self._ledger = History(os.path.join(directory, "ledger.jsonl"), header, digest=True, warn=self._say)
         stack.callback(self._metrics.close)
         stack.callback(self._ledger.close)
 
     def go_on(self, header: dict[str, Any]) -> None:
         """What follows is that of a run which has gone back to an earlier checkpoint."""
-        for history in (self._metrics, self._ledger):
-            if history is not None:
-                history.write(header)
+        if self._metrics is not None and self._ledger is not None:
+            self._metrics.write(_without_data(header))
+            self._ledger.write(header)
 
     def step(self, state: TrainerState, samples: tuple[int, int], id_sum: int, figures: dict[str, Any]) -> None:
         """A step is done; `figures` are those beside what `state` knows."""
@@ -142,6 +142,10 @@ class Logbook:
     def sync(self) -> tuple[int, str]:
         """Makes the ledger durable; its length and digest, 0 and "" without one."""
         return self._ledger.sync() if self._ledger is not None else (0, "")
+
+
+def _without_data(header: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in header.items() if key != "data"}
 
 
 def _lock(directory: str, attempt: str) -> RootLock:
