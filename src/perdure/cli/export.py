@@ -58,8 +58,10 @@ def command(
     Transformers with weights, AdamW's state and progress. torch: a plain state dictionary in one file. torch-dcp:
     model, optimizer, registered objects and progress, for `torch.distributed.checkpoint.load`.
     """
+    from perdure.convert.memory import return_freed_memory
     from perdure.convert.state import open_iteration
 
+    return_freed_memory()
     kind, name = target
     _only_for("huggingface", kind, dtype=dtype, max_shard_size=max_shard_size, config=config_path)
     _only_for("mindformers", kind, ranks=ranks)

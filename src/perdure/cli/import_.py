@@ -40,9 +40,11 @@ def command(
 
     Pickled files are read without running code that lies in them; what needs such code is refused.
     """
+    from perdure.convert.memory import return_freed_memory
     from perdure.convert.state import State
     from perdure.convert.store import write_iteration
 
+    return_freed_memory()
     if rename and kind in ("torch", "torch-dcp"):
         raise click.UsageError(f"--rename is not for `--from {kind}`")
     if kind == "torch":

@@ -23,11 +23,13 @@ def command(path: Path, ranks: int, target: Path | None, as_json: bool) -> None:
     A run on any number of ranks reads any iteration, so this is needed for nothing but speed: a rank then reads whole
     files of its own. It stays the same save of the same run, bit for bit; a resume from it goes on with that run.
     """
+    from perdure.convert.memory import return_freed_memory
     from perdure.convert.state import open_iteration
     from perdure.convert.store import write_iteration
     from perdure.errors import UsageError
     from perdure.format.names import parse_shard_filename
 
+    return_freed_memory()
     with open_iteration(path) as state:
         if state.commit is None:
             raise UsageError(

@@ -188,7 +188,7 @@ def _item(files: ShardFiles, renamed: Renamed, section: Section, name: str, reco
     def load_box(box: Box) -> Tensor:
         tensor = torch.empty(box.shape, dtype=getattr(torch, BY_SAFETENSORS[record.dtype].torch))
         fill = Fill(section, name, record, (Piece(box, tensor),))
-        read_tensors(files, under_old_names([fill], renamed, files.metadata), threads=2)
+        read_tensors(files, under_old_names([fill], renamed, files.metadata), threads=1)
         return tensor
 
     def load() -> Tensor:
