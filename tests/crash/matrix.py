@@ -5,11 +5,13 @@ Counts follow from the program's operations alone, so that the page is the same 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.crash.tally import HOWS, Tally
 
@@ -60,8 +62,16 @@ Paths: **storage** is the catalog alone (stage, write, publish, retain), **sync*
 """
 
 
-def run(arguments: Sequence[str]) -> Tally:
-    """One sweep in a process of its own."""
+FLIPS = """\
+## Flipped bits
+
+Every bit of every file of one committed iteration is flipped, one at a time, and `perdure verify --read-data` is asked.
+A bit counts as found when its file is named, and, where it lies in a tensor's data, its tensor.
+"""
+
+
+def run(arguments: Sequence[str]) -> str:
+    """What a sweep in a process of its own prints."""
     path = os.pathsep.join([str(HERE / "src"), str(HERE)])
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
@@ -71,7 +81,7 @@ def run(arguments: Sequence[str]) -> Tally:
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         check=True,
     )
-    return Tally.decode(done.stdout)
+    return done.stdout
 
 
 def storage() -> Tally:
@@ -79,15 +89,15 @@ def storage() -> Tally:
     whole = Tally()
     for scenario in STORAGE:
         for how in ("kill", "power"):
-            one = run(["tests.crash.storage_sweep", scenario, how])
+            one = Tally.decode(run(["tests.crash.storage_sweep", scenario, how]))
             if how == "power":
                 one.operations.clear()
             whole.add(one)
     return whole
 
 
-def page(paths: dict[str, Tally]) -> str:
-    """The whole page, from the counts of each path."""
+def page(paths: dict[str, Tally], flips: dict[str, Any]) -> str:
+    """The whole page, from the counts of each path and of flipped bits."""
     whole = Tally()
     for tally in paths.values():
         whole.add(tally)
@@ -100,6 +110,15 @@ def page(paths: dict[str, Tally]) -> str:
         lines += [f"## By scenario: {name}", ""]
         shown = {s: f"{s.partition(' (')[0]}: {n} operations" for s, n in tally.operations.items()}
         lines += _table("scenario", list(shown), shown.__getitem__, tally, lambda key: key[0])
+    found, tried = sum(flips["found"].values()), sum(flips["tried"].values())
+    lines += [
+        FLIPS,
+        f"**{tried} bits flipped, {found} found.**",
+        "",
+        "| place | flipped | found |",
+        "| --- | ---: | ---: |",
+    ]
+    lines += [f"| {kind} | {count} | {flips['found'].get(kind, 0)} |" for kind, count in sorted(flips["tried"].items())]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -122,12 +141,13 @@ def _table(
 
 def main(target: str) -> int:
     """Writes the page; 1 if anything was lost."""
-    engine = run(["tests.crash.engine_sweep"])
-    paths = {"storage": storage(), "sync": engine.part("(sync)"), "async": engine.part("(async)")}
-    faults = [fault for tally in paths.values() for fault in tally.faults]
+    flips = json.loads(run(["tests.crash.flips"]))
+    catalog, engine = storage(), Tally.decode(run(["tests.crash.engine_sweep"]))
+    paths = {"storage": catalog, "sync": engine.part("(sync)"), "async": engine.part("(async)")}
+    faults = [*flips["missed"], *(fault for tally in paths.values() for fault in tally.faults)]
     for fault in faults:
         print(fault, file=sys.stderr)
-    Path(target).write_text(page(paths), encoding="utf-8")
+    Path(target).write_text(page(paths, flips), encoding="utf-8")
     return 1 if faults else 0
 
 
