@@ -274,3 +274,27 @@ def test_the_command_says_it_in_words_and_json_without_torch(straight: Path, pla
     missing = call(str(straight / "nowhere"))
     assert missing.returncode == 2
     assert "there is no ledger" in missing.stderr
+
+
+def test_a_run_that_goes_back_by_itself_and_is_killed_then_is_clean(tmp_path: Path) -> None:
+    bad = EpochOrder(400, SEED).slice(113, 114)[0]
+
+    def spoiled(model: Any, batch: Any) -> Any:
+        return tiny.loss_of(model, batch) * (1e4 if bad in batch[0].tolist() else 1.0)
+
+    def start(steps: int, *callbacks: tiny.Callback) -> None:
+        given: dict[str, Any] = {"monitor": {"health_checkpoint": {"on_spike": "rollback"}}}
+        tiny.trainer(tmp_path, steps, data=tiny.Noisy(400), loss=spoiled, callbacks=callbacks, **given).train()
+
+    class Kill(tiny.Callback):
+        def on_rollback(self, trainer: Any, state: Any) -> None:
+            tiny.kill_self()
+
+    assert tiny.in_child(lambda: start(36, Kill())) == -9
+    start(31)
+    start(36)
+    report = audit(str(tmp_path))
+    assert report.ok, report.findings
+    assert report.left_out == 4
+    assert report.returns == 2
+    assert report.last == 4 * 37
