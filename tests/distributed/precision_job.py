@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from tests import tiny
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from perdure.config.schema import TrainConfig
 from perdure.train.callbacks.ema import EMA
@@ -185,6 +187,34 @@ def weights_only(folder: Path) -> None:
             torch.testing.assert_close(moved, expected, rtol=1e-6, atol=1e-7)
 
 
+def stateless(folder: Path) -> None:
+    """An optimizer that keeps nothing, saved before its first step and after."""
+    from perdure import CheckpointConfig, Checkpointer, Progress
+    from perdure.optim.build import build_optimizer
+
+    for steps in (0, 2):
+        found = []
+        for load in (False, True):
+            torch.manual_seed(3)
+            model = Blocks()
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+            optimizer = build_optimizer({"type": "SGD"}, model, lr=0.1)
+            config = CheckpointConfig(save_path=str(folder / str(steps)), auto_resume=True)
+            with Checkpointer(config, model=model, optimizer=optimizer, say=lambda line: None) as checkpointer:
+                progress = checkpointer.load()
+                assert progress.global_step == (steps if load else 0)
+                for _ in range(0 if load else steps):
+                    model(torch.ones(2, 4)).sum().backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if not load:
+                    checkpointer.save(Progress(steps, steps * 4, 4), wait=True)
+            found.append((optimizer.state_dict(), [p.full_tensor() for p in model.parameters()]))  # type: ignore[attr-defined]
+        (before, held), (after, loaded) = found
+        assert before == after
+        assert all(torch.equal(a, b) for a, b in zip(held, loaded, strict=True))
+
+
 DECODER = {
     "type": "decoder", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
     "params_dtype": "bfloat16", "dropout": 0.1,
@@ -287,6 +317,7 @@ CASES: dict[str, Callable[[Path], None]] = {
         if not (name == "Adafactor" and precision == "policy")
     },
     "weights only": weights_only,
+    "stateless": stateless,
     "tensor": lambda folder: cut(folder, "tensor"),
     "pipeline": lambda folder: cut(folder, "pipeline"),
     "going back, sharded": lambda folder: going_back(folder, {}),

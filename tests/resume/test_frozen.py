@@ -155,3 +155,24 @@ def test_room_is_asked_for_what_is_written_only(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self, path: size // 2)
     run(tmp_path, 4, model=large)
     assert sorted(files(tmp_path)) == [2, 4]
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_around_the_link_nothing_is_lost(tmp_path: Path, after: bool) -> None:
+    def work() -> None:
+        link = LocalStorage.link
+
+        def deadly(self: LocalStorage, source: str, target: str) -> None:
+            if after:
+                link(self, source, target)
+            tiny.kill_self()
+
+        LocalStorage.link = deadly  # type: ignore[method-assign]
+        run(tmp_path, 8)
+
+    run(tmp_path, 4)
+    assert tiny.in_child(work) == -9
+    run(tmp_path, 8)
+    assert sound(tmp_path)
+    assert len({file.stat().st_ino for file in files(tmp_path).values()}) == 1
+    assert not [p for p in (tmp_path / "checkpoint").iterdir() if p.name.startswith(".")]

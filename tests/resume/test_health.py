@@ -56,11 +56,14 @@ def events(output: Path, kind: str) -> list[dict[str, Any]]:
     return [e for e in read_events(Root(str(output / "checkpoint"))) if e["event"] == kind]
 
 
-@pytest.mark.parametrize("factor", [1e4, math.nan])
+@pytest.mark.parametrize(("factor", "keys"), [
+    (1e4, {}),
+    (math.nan, {"checkpoint": {"async_save": True}, "train_dataset": {"num_parallel_workers": 2}}),
+])  # fmt: skip
 def test_going_back_gives_the_run_that_leaves_the_samples_out(
-    told: Path, tmp_path: Path, factor: float, capfd: pytest.CaptureFixture[str]
+    told: Path, tmp_path: Path, factor: float, keys: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    made = run(tmp_path, factor=factor)
+    made = run(tmp_path, factor=factor, **keys)
     assert tiny.trace(tmp_path) == tiny.trace(told)
     assert tiny.state(tiny.newest(tmp_path / "checkpoint")) == tiny.state(tiny.newest(told / "checkpoint"))
     assert tiny.common(tiny.newest(tmp_path / "checkpoint")) == tiny.common(tiny.newest(told / "checkpoint"))

@@ -510,3 +510,20 @@ def test_a_change_of_the_rates_ahead_is_warned_about_with_old_and_new(
     told = capfd.readouterr().err
     assert ("the learning rate is another" in told) == (warned is not None)
     assert warned is None or f"at step 6 {cosine(0.01, 12):.6g} -> {warned:.6g}" in told
+
+
+def test_each_group_has_its_factor_on_the_rate_also_after_a_resume(tmp_path: Path) -> None:
+    rates: list[tuple[int, dict[str, float]]] = []
+
+    class Look(tiny.Callback):
+        def on_step_end(self, trainer: Any, state: Any) -> None:
+            found = {n: g["lr"] for g in trainer.optimizer.param_groups for n in g["param_names"]}
+            rates.append((state.global_step, {n: found[n] / max(state.learning_rate, 1e-30) for n in found}))
+
+    for stop in (3, 6):
+        tiny.trainer(tmp_path, stop, optimizer={"lr_scale": {"first": 0.25}}, callbacks=(Look(),)).train()
+    expected = {"first.weight": 0.25, "first.bias": 0.25, "last.weight": 1.0, "last.bias": 1.0}
+    for number, (step, found) in enumerate(rates, start=1):
+        assert step == number
+        # The very first rate of a warm-up is zero.
+        assert number == 1 or found == pytest.approx(expected)
