@@ -1,0 +1,145 @@
+"""Writes docs/reference/performance.md from what the benchmarks found.
+
+python benchmarks/common/table.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent.parent
+PAGE = HERE.parent / "docs" / "reference" / "performance.md"
+
+BEGIN = """# Performance
+
+What saving, loading and training cost, beside the programs that do the same and beside what the machine can do at
+best. This page is written by `make bench`; the scripts are in `benchmarks/`, each measures one claim, with all
+candidates in turn within one run, and gives medians. Times are ratios at heart: on another machine compare columns,
+not seconds. `perdure bench PATH` measures your own storage and state in about a minute.
+
+Everything that is saved here is durable when the clock stops: peers, which leave that to the user, are followed by
+`fsync`. Perdure computes a digest of every byte on saving and checks it on loading; the peers check nothing.
+"Raw device" is two threads that move aligned memory past the page cache, without files' contents, digests or commits.
+"""
+
+
+def main() -> None:
+    PAGE.write_text("\n".join(page()).rstrip() + "\n", encoding="utf-8")
+    print(PAGE.relative_to(HERE.parent))
+
+
+def page() -> Iterator[str]:
+    yield BEGIN
+    first = next((run["machine"] for name in ("save_load", "async_save") for run in results(name).values()), None)
+    if first is not None:
+        yield (
+            f"Measured with torch {first['torch']} and Python {first['python']} on {first['processors']} processors "
+            f"({first['architecture']}) with {first['memory_gib']} GiB of memory, a virtual disk with ext4 and no GPU. "
+            "Other programs ran beside it: the load average when a run began stands above each table.\n"
+        )
+    yield from saves_and_loads()
+    yield from asynchronous()
+    yield from ranks()
+    yield from others()
+
+
+def results(name: str) -> dict[str, Any]:
+    path = HERE / "results" / f"{name}.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def saves_and_loads() -> Iterator[str]:
+    titles = {
+        "save": "Durable save",
+        "load warm": "Load into live tensors, files in the page cache",
+        "load cold": "Load into live tensors, nothing in the page cache",
+    }
+    for run, found in results("save_load").items():
+        yield f"## {run}\n"
+        yield f"Model and AdamW state. Load average {found['machine']['load_before']}.\n"
+        for kind, title in titles.items():
+            if kind not in found:
+                continue
+            rows = found[kind]
+            own, raw = rows["perdure"]["median_s"], rows.get("raw device")
+            yield f"| {title} | seconds | GiB/s | of raw | times Perdure's | extra memory, MiB |"
+            yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+            for name, row in rows.items():
+                seconds = row["median_s"]
+                share = f"{raw['median_s'] / seconds:.0%}" if raw else ""
+                speed = f"{found['gib'] / seconds:.2f}" if found["gib"] > 0.01 else ""
+                yield (
+                    f"| {named(name)} | {seconds:.3f} | {speed} | {share} | {seconds / own:.2f} | "
+                    f"{row['extra_peak_mib']:.0f} |"
+                )
+            yield ""
+
+
+def asynchronous() -> Iterator[str]:
+    runs = results("async_save")
+    if runs:
+        yield "## Asynchronous save\n"
+        yield (
+            "*Stall* is how long the training thread is held up, *total* the time until the checkpoint is durable, "
+            "*lost* the training time that it costs in all: the stall, and what steps of matrix products on all "
+            "processors take longer meanwhile.\n"
+        )
+    for run, found in runs.items():
+        yield (
+            f"{run}; load average {found['machine']['load_before']}; one copy in memory takes "
+            f"{found['memcpy_s']:.3f} s, a raw write {found['raw_write_s']:.3f} s.\n"
+        )
+        yield "| | stall s | total s | lost s | extra memory, MiB |"
+        yield "| --- | ---: | ---: | ---: | ---: |"
+        for name, row in found["cases"].items():
+            yield (
+                f"| {named(name)} | {row['stall_s']:.3f} | {row['total_s']:.2f} | {row['lost_s']:.2f} | "
+                f"{row['extra_peak_mib']:.0f} |"
+            )
+        yield ""
+
+
+def ranks() -> Iterator[str]:
+    runs = results("ranks_save")
+    if not runs:
+        return
+    about = next(iter(runs.values()))
+    yield f"## {about['ranks']} ranks on one machine\n"
+    yield f"{about['gib']:g} GiB of state in all, which FSDP2 shares out and replication holds on each rank; seconds.\n"
+    yield "| | " + " | ".join(runs) + " |"
+    yield "| --- |" + " ---: |" * len(runs)
+    for name in about["median_s"]:
+        yield f"| {name} | " + " | ".join(f"{run['median_s'][name]:.3f}" for run in runs.values()) + " |"
+    yield ""
+
+
+def others() -> Iterator[str]:
+    overhead, start = results("trainer_overhead"), results("start_up")
+    if overhead:
+        yield "## The Trainer beside a bare loop\n"
+        yield (
+            f"A step that takes {overhead['bare_s'] * 1e3:.1f} ms of processor time takes {overhead['ratio']:.4f} "
+            "times as much in the Trainer, with metrics, ledger, health, seeding and progress. With a model of no size "
+            f"it adds {overhead['own_s'] * 1e3:.3f} ms, which is {overhead['own_s'] / 0.05:.2%} of a 50 ms step.\n"
+        )
+    if start:
+        yield "## Start-up\n"
+        yield "| | CPU seconds | over bare Python |"
+        yield "| --- | ---: | ---: |"
+        for name, seconds in start.items():
+            yield f"| {name} | {seconds:.3f} | {seconds - start['bare Python']:.3f} |"
+        yield ""
+
+
+def named(name: str) -> str:
+    """A candidate as the page calls it."""
+    return {"perdure": "**Perdure**", "safetensors": "safetensors + fsync", "torch.save": "torch.save + fsync"}.get(
+        name, name
+    )
+
+
+if __name__ == "__main__":
+    main()
