@@ -8,7 +8,7 @@ import sys
 __all__ = ["return_freed_memory"]
 
 _M_MMAP_THRESHOLD = -3
-_LARGE = 4 << 20
+_LARGE = 1 << 20
 
 
 def return_freed_memory() -> None:
