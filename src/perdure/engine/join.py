@@ -68,7 +68,7 @@ def join(deadline_s: float = ranks.DEADLINE_S) -> None:
         # Groups made later, of a mesh say, take these: half an hour otherwise, whatever the first one has.
         c10d.default_pg_timeout = timeout
         c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         phase.set("joining the other ranks")
         dist.init_process_group(
             backend, store=c10d.PrefixStore(prefix, store), rank=rank, world_size=size, timeout=timeout

@@ -30,6 +30,7 @@ from perdure.engine.ranks import Ranks
 from perdure.engine.reader import ShardSource
 from perdure.engine.renamed import under_old_names
 from perdure.engine.saveroot import SaveRoot
+from perdure.engine.streams import devices_of, settle
 from perdure.engine.told import Told
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError
 from perdure.format.collector import collector_paused
@@ -258,6 +259,7 @@ class Restore:
         self._laps.end("plan")
         threads = max(READERS, self._config.reshard_worker_num)
         verify = self._config.verify_on_load != "off"
+        settle(devices_of(piece.tensor for fill in plan.fills for piece in fill.pieces))
         if checkable is not None and self._config.verify_on_load == "first":
             self._ranks.together(lambda: self._check_share(*checkable), "checking the checkpoint")
         if self._balanced:

@@ -25,6 +25,7 @@ from perdure.engine.linked import FROZEN, Linkable
 from perdure.engine.plan import SavePlan, ShardId
 from perdure.engine.ranks import Ranks
 from perdure.engine.staging import Staging as Snapshot
+from perdure.engine.streams import devices_of, settle
 from perdure.engine.writer import FileEntry, FileWrite, WriteBuffers
 from perdure.errors import PerdureError, SaveError
 from perdure.format.collector import collector_paused
@@ -135,7 +136,8 @@ class SaveJob:
     def __post_init__(self, entries: dict[tuple[Section, bool], list[Entry]]) -> None:
         self.linkable: dict[str, Linkable] = {}
         self._files = [self._file(section, kept, rows) for (section, kept), rows in entries.items()]
-        self._cuda = any(row.file.tensor.device.type == "cuda" for rows in entries.values() for row in rows)
+        self._cuda = devices_of(row.file.tensor for rows in entries.values() for row in rows)
+        settle(self._cuda)
         self._early: Exception | None = None
 
     def stage(self, snapshot: Snapshot, buffers: Callable[[], WriteBuffers]) -> None:

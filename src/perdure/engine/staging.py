@@ -30,33 +30,37 @@ class Staging:
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
         self._memory: Tensor | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def snapshot(self, files: Sequence[FileWrite], *, cuda: bool = False) -> None:
+    def snapshot(self, files: Sequence[FileWrite], *, cuda: Sequence[torch.device] = ()) -> None:
         """Stages the files, or as much of them as there may be memory for; returns when every value is safe.
 
         Args:
-            cuda: some of their tensors are on a CUDA device.
+            cuda: the CUDA devices that some of their tensors are on.
         """
         begins = cuts([file.padded for file in files], self._limit)
-        memory = self._room(sum(file.padded - cut for file, cut in zip(files, begins, strict=True)), cuda)
-        if cuda:
-            self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream())
+        memory = self._room(sum(file.padded - cut for file, cut in zip(files, begins, strict=True)), bool(cuda))
+        for device in cuda:
+            stream = self._streams.get(device) or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            self._streams[device] = stream
         image, at = memory_of(memory), 0
         for file, cut in zip(files, begins, strict=True):
             size = file.padded - cut
             if size:
                 file.stage(image[at : at + size], cut, self._copy)
             at += size
-        if self._stream is not None and cuda:
-            self._stream.synchronize()
+        for device in cuda:
+            self._streams[device].synchronize()
 
     def _copy(self, source: Tensor, begin: int, target: memoryview) -> None:
         """Puts a tensor's bytes from `begin` on into `target`, which is a part of the memory."""
-        if source.device.type == "cuda" and self._stream is not None and self._memory is not None:
+        stream = self._streams.get(source.device)
+        if stream is not None and self._memory is not None:
             at = address_of(target) - self._memory.data_ptr()
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(stream):
+                # Memory that is given back before the copy is done must not be given out again before.
+                source.record_stream(stream)
                 flat = source.contiguous().reshape(-1).view(torch.uint8)
                 self._memory[at : at + len(target)].copy_(flat[begin:], non_blocking=True)
         elif source.device.type == "cpu" and not source.is_contiguous() and begin == 0:

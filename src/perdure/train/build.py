@@ -249,13 +249,25 @@ def settings_of(config: TrainConfig, optimizer: Any) -> dict[str, Any]:
     return settings
 
 
-def device() -> torch.device:
-    """This rank's device: its CUDA device where there is one."""
-    if torch.cuda.is_available():
-        index = int(os.environ.get("LOCAL_RANK", "0"))
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
-    return torch.device("cpu")
+def device(deterministic: bool = False) -> torch.device:
+    """This rank's device: its CUDA device where there is one.
+
+    Raises:
+        UsageError: this machine has fewer devices than ranks.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if deterministic:
+        # cuBLAS asks for it, before its first use.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= count:
+        raise UsageError(
+            f"local rank {index} has no CUDA device: there are {count} on this machine",
+            hint="start at most as many ranks as there are devices: torchrun --nproc-per-node",
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def stateful(callbacks: Sequence[Callback]) -> dict[str, Any]:

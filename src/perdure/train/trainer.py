@@ -118,7 +118,7 @@ class Trainer:
         config, training = self.config, self.config.training
         self.console = Console(self.ranks.is_first)
         stack.callback(self.console.end)
-        self.device = build.device()
+        self.device = build.device(training.deterministic)
         self._layout = check_ranks(config, self.ranks.size)
         self.mesh = make_mesh(self._layout, self.device)
         torch.use_deterministic_algorithms(training.deterministic)
