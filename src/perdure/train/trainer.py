@@ -91,26 +91,23 @@ class Trainer:
         """
         self._laps = Laps(process_age())
         self._laps.end("start")
+        self.ranks, state = Ranks(), self.state
         try:
-            with listen() as stop, contextlib.ExitStack() as stack:
-                self.ranks = Ranks()
-                with self.ranks.as_one():
-                    self._build(stack)
-                    self._laps.end("build")
-                    self._resume(checkpoint_path)
-                    if self.state.finished:
-                        self.console.say(
-                            f"nothing to do: step {self.state.global_step} of {self.state.steps} is reached"
-                        )
-                        return self.state
-                    self.ranks.together(lambda: self._open_histories(stack), "opening the histories")
-                    self._hook("on_train_begin")
-                    self.console.begin(self.state.global_step)
-                    self._run(stop)
-                    self._finish(stop)
+            with listen() as stop, contextlib.ExitStack() as stack, self.ranks.as_one():
+                self._build(stack)
+                self._laps.end("build")
+                self._resume(checkpoint_path)
+                if state.finished:
+                    self.console.say(f"nothing to do: step {state.global_step} of {state.steps} is reached")
+                    return state
+                self.ranks.together(lambda: self._open_histories(stack), "opening the histories")
+                self._hook("on_train_begin")
+                self.console.begin(state.global_step)
+                self._run(stop)
+                self._finish(stop)
         except Stopped as stopped:
-            self.state.stop_signal = stopped.signal
-        return self.state
+            state.stop_signal = stopped.signal
+        return state
 
     # ---- building
 
