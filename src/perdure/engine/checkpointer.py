@@ -210,6 +210,9 @@ class Checkpointer:
         """
         self.poll()
         due = progress.global_step % self.config.save_interleaved_steps == 0 and progress.global_step > 0
+        if self.config.enable_save and self.config.async_save and not due:
+            sharing = self.ranks.size if self.config.remove_redundancy else 1
+            self._runner.expect(lambda: self._live.host_bytes(sharing))
         return self.config.enable_save and due and self.save(progress)
 
     def save(self, progress: Progress, *, wait: bool | None = None) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import xxhash
-from torch import nn
+from torch import Tensor, nn
 
 from perdure.engine.ranks import Ranks
 from perdure.engine.writer import memory_of
@@ -43,6 +43,26 @@ class Live:
     def elsewhere(self) -> frozenset[str]:
         """Those of them that a checkpoint may lack."""
         return frozenset()
+
+    def host_bytes(self, ranks: int) -> int:
+        """About how many bytes a rank saves of model and optimizer, where all of them lie in host memory; else 0.
+
+        Args:
+            ranks: how many share what each holds whole.
+        """
+        states = getattr(self.optimizer, "inner", self.optimizer)
+        values = (v for state in getattr(states, "state", {}).values() for v in state.values())
+        masters = self.optimizer.main_params().values() if hasattr(self.optimizer, "main_params") else ()
+        tensors = [*self.model.parameters(), *self.model.buffers(), *masters, *values]
+        total = 0.0
+        for tensor in (t for t in tensors if isinstance(t, Tensor)):
+            if tensor.device.type != "cpu":
+                return 0
+            sharded: Any = tensor if hasattr(tensor, "placements") else None
+            here: Tensor = tensor if sharded is None else sharded.to_local()
+            total += here.numel() * here.element_size() / (ranks if sharded is None else 1)
+        # Headers, and the edges of files.
+        return int(total) + 512 * len(tensors) + (1 << 20)
 
     def view(self) -> OptimizerView | None:
         """The optimizer with the names of its parameters, or None without one."""

@@ -46,7 +46,7 @@ class SaveRunner:
         self, ranks: Ranks, staging_bytes: int | None, after_commit: Callable[[CommitRecord | None, float], None]
     ) -> None:
         self._ranks, self._after_commit = ranks, after_commit
-        self._snapshot = Snapshot(staging_bytes)
+        self._snapshot, self._expecting = Snapshot(staging_bytes), False
         self._buffers: WriteBuffers | None = None
         self._background: WriteBuffers | None = None
 
@@ -68,6 +68,13 @@ class SaveRunner:
             return commit
 
         return self._ranks.together(work, f"saving step {job.common.global_step}")
+
+    def expect(self, size: Callable[[], int]) -> None:
+        """Asked once how large a snapshot will be (0: not known), has its memory ready before the first one is due."""
+        if not self._expecting:
+            self._expecting = True
+            if (expected := size()) > 0:
+                self._snapshot.expect(expected)
 
     def start(self, job: SaveJob, started: float) -> Underway:
         """Takes the snapshot, and leaves the rest to a thread that gives way to training."""

@@ -8,11 +8,13 @@ stream. Nobody else ever sees the memory.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from perdure.engine.priority import lower_priority
 from perdure.engine.writer import CHUNK, FileWrite, memory_of
 from perdure.format.safetensors import ALIGNMENT
 from perdure.storage.memory import address_of, aligned
@@ -31,6 +33,7 @@ class Staging:
         self._limit = limit
         self._memory: Tensor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._taking: threading.Thread | None = None
 
     def snapshot(self, files: Sequence[FileWrite], *, cuda: Sequence[torch.device] = ()) -> None:
         """Stages the files, or as much of them as there may be memory for; returns when every value is safe.
@@ -53,6 +56,21 @@ class Staging:
         for device in cuda:
             self._streams[device].synchronize()
 
+    def expect(self, size: int) -> None:
+        """Takes memory for a first snapshot of about `size` bytes in the background: touching it first is slow."""
+        if self._memory is None and self._taking is None:
+            size = size if self._limit is None else min(size, self._limit)
+            self._taking = threading.Thread(target=self._take, args=(max(size, 1),), name="perdure-stage", daemon=True)
+            self._taking.start()
+
+    def _take(self, size: int) -> None:
+        lower_priority()
+        memory = aligned(size)
+        begin = address_of(memory)
+        for at in range(0, size, CHUNK):
+            ctypes.memset(begin + at, 0, min(CHUNK, size - at))
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+
     def _copy(self, source: Tensor, begin: int, target: memoryview) -> None:
         """Puts a tensor's bytes from `begin` on into `target`, which is a part of the memory."""
         stream = self._streams.get(source.device)
@@ -70,6 +88,9 @@ class Staging:
             ctypes.memmove(address_of(target), plain.data_ptr() + begin, len(target))
 
     def _room(self, size: int, pinned: bool) -> Tensor:
+        if self._taking is not None:
+            self._taking.join()
+            self._taking = None
         if self._memory is None or self._memory.numel() < size or self._memory.is_pinned() < pinned:
             self._memory = None
             if pinned:

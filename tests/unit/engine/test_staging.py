@@ -77,6 +77,16 @@ def test_the_memory_is_used_again() -> None:
     assert len(addresses) == 1
 
 
+@pytest.mark.parametrize("size", [1, 5 << 20])
+def test_memory_that_was_expected_is_what_is_used(size: int) -> None:
+    staging = Staging()
+    staging.expect(size)
+    file = file_of(state(3))
+    staging.snapshot([file])
+    assert staging._memory is not None
+    assert staging._memory.numel() == max(size, file.padded)
+
+
 @pytest.mark.parametrize("bound", ["", "3MiB", "1B"])
 def test_an_asynchronous_save_is_of_its_own_step(bound: str, tmp_path: Path) -> None:
     model = nn.Linear(1000, 1500)
