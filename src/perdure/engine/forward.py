@@ -24,6 +24,8 @@ __all__ = ["SLOTS", "Forward"]
 SLOTS = 4
 _SHARED = "/dev/shm"
 _MARK = 4096
+# Page by page, each rank would take as long to see the memory as to copy it.
+_SEEN_AT_ONCE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 _DOING = "passing on what was read"
 
 
@@ -132,7 +134,7 @@ def _make(share: bool) -> tuple[mmap.mmap, str, bytes]:
             try:
                 # Room that isn't there must be found out here, not by a signal later.
                 os.posix_fallocate(fd, 0, size)
-                memory = mmap.mmap(fd, size)
+                memory = mmap.mmap(fd, size, flags=_SEEN_AT_ONCE)
                 memory[:16] = mark
                 return memory, path, mark
             except OSError:
@@ -151,7 +153,7 @@ def _open(path: str, mark: bytes) -> mmap.mmap | None:
     except OSError:
         return None
     try:
-        memory = mmap.mmap(fd, _MARK + SLOTS * BLOCK)
+        memory = mmap.mmap(fd, _MARK + SLOTS * BLOCK, flags=_SEEN_AT_ONCE)
     except (OSError, ValueError):
         return None
     finally:
