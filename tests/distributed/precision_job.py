@@ -229,9 +229,9 @@ def cut(folder: Path, kind: str) -> None:
     """Masters of a model that is cut by tensors or into stages."""
     from perdure import Trainer
 
-    def start(output: Path, steps: int) -> Any:
+    def start(output: Path, steps: int, **sections: Any) -> Any:
         config = {
-            **tiny.config(output, steps, parallelism=CUTS[kind]),
+            **tiny.config(output, steps, parallelism=CUTS[kind], **sections),
             "model": DECODER,
             "train_dataset": {
                 "num_parallel_workers": 0,
@@ -247,6 +247,16 @@ def cut(folder: Path, kind: str) -> None:
         made = start(folder / "b", stop)
     same(folder / "a", folder / "b")
     assert made.optimizer.main_params()
+    if kind == "pipeline":
+        over = {"base_load_path": str(folder / "a" / "checkpoint"), "save_trainable_only": True}
+        keys = {"checkpoint": over, "lora_config": {"target_modules": ["q_proj", "up_proj"], "lora_b_std": 0.1}}
+        start(folder / "c", 5, **keys)
+        for stop in (2, 5):
+            start(folder / "d", stop, **keys)
+        same(folder / "c", folder / "d")
+        saved = tiny.state(tiny.newest(folder / "d" / "checkpoint"), "model")
+        assert len(saved) == 8
+        assert all("lora_" in name for name in saved)
 
 
 def going_back(folder: Path, layout: dict[str, Any]) -> None:
@@ -283,6 +293,22 @@ def freezing(folder: Path) -> None:
     assert len(kept) == 8
     assert {name: before[name] for name in kept} == {name: after[name] for name in kept}
     run(folder / "a", 6, "AdamW", "bfloat16")
+
+
+def changes(folder: Path) -> None:
+    """Sharded masters take exact float32 weights, and float32 weights exact masters; nothing moves at rate 0."""
+    still = {"type": "ConstantWarmUpLR", "warmup_steps": 0, "total_steps": None, "learning_rate": 0.0}
+    run(folder / "a", 3, "AdamW", "float32")
+    exact: dict[str, Any] = {}
+    for stop, precision in ((3, "float32"), (4, "bfloat16"), (5, "float16"), (6, "float32")):
+        run(folder / "a", stop, "AdamW", precision, lr_scheduler=still, loss=tiny.loss_of)
+        dist.barrier()
+        state = whole_state(tiny.newest(folder / "a" / "checkpoint"))
+        wanted = "model:" if precision == "float32" else "optimizer:main_param."
+        held = {name.removeprefix(wanted): each for name, each in state.items() if name.startswith(wanted)}
+        exact = exact or held
+        assert held == exact, precision
+        dist.barrier()
 
 
 def average(folder: Path) -> None:
@@ -323,6 +349,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "going back, sharded": lambda folder: going_back(folder, {}),
     "going back, replicated": lambda folder: going_back(folder, {"data_parallel_replicate": 2}),
     "freezing": freezing,
+    "changes": changes,
     "average": average,
     "adapters": adapters,
 }

@@ -14,6 +14,7 @@ from perdure.catalog.events import read_events
 from perdure.catalog.root import Root
 from perdure.data.order import EpochOrder
 from perdure.errors import TrainingError
+from perdure.train.callbacks.ema import EMA
 from perdure.train.history import read_lines
 
 STEPS = 36
@@ -91,7 +92,9 @@ def test_killed_right_after_going_back_it_goes_back_again(told: Path, tmp_path: 
 
     def work() -> None:
         given: dict[str, Any] = {"monitor": {"health_checkpoint": {"on_spike": "rollback"}}}
-        tiny.trainer(tmp_path, STEPS, data=tiny.Noisy(400), loss=spoiling(1e4), callbacks=(Killed(),), **given).train()
+        tiny.trainer(
+            tmp_path, STEPS, data=tiny.Noisy(400), loss=spoiling(1e4), callbacks=(EMA(0.9), Killed()), **given
+        ).train()
 
     assert tiny.in_child(work) == -9
     run(tmp_path)

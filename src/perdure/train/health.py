@@ -150,9 +150,10 @@ def is_spike(value: float, usual: Sequence[float], floor: float, *, relative: bo
     if len(usual) < FEWEST:
         return False
     middle = median(usual)
+    if not value > middle + WIDTH * (floor * abs(middle) if relative else floor):
+        return False
     # 1.4826 makes the median absolute deviation of normal figures their standard deviation.
-    deviation = 1.4826 * median(abs(each - middle) for each in usual)
-    return value > middle + WIDTH * max(deviation, floor * abs(middle) if relative else floor)
+    return value > middle + WIDTH * 1.4826 * median(abs(each - middle) for each in usual)
 
 
 def _not_finite(loss: float, norm: float) -> str:
