@@ -214,8 +214,15 @@ def test_their_root_can_be_the_save_root(tmp_path: Path) -> None:
 )
 def test_the_tracker_decides_where_it_names_a_complete_one(name: str, step: int, warned: str, tmp_path: Path) -> None:
     model = Toy()
-    progress, loaded, said = load(hazard(name, tmp_path), model, optimizer_of(model), tmp_path)
+    optimizer = optimizer_of(model)
+    progress, loaded, said = load(hazard(name, tmp_path), model, optimizer, tmp_path)
     assert progress.global_step == step
+    want = truth(f"hazards/{name}", f"iteration_{step:08d}")
+    assert want
+    for each, parameter in model.named_parameters():
+        assert equal(parameter, want[each])
+        assert equal(optimizer.state[parameter]["exp_avg_sq"], want[f"adam_v.{each}"])
+        assert equal(optimizer.state[parameter]["step"], want["global_step"].float().reshape(()))
     assert loaded.path.endswith(f"iteration_{step:08d}")
     assert len(said) == 1
     assert warned in said[0]

@@ -15,6 +15,7 @@ from tests.foreign.ours import perdure, saved, trained
 from tests.foreign.toy import equal, load
 from torch import nn
 
+from perdure import Checkpoint
 from perdure.cli.main import run
 from perdure.errors import MismatchError
 from perdure.models import build_model
@@ -187,6 +188,35 @@ def test_names_that_are_missing_or_unexpected_are_told_as_of_ours(tmp_path: Path
     assert "fewer layers" in str(caught.value.hint)
     with pytest.raises(MismatchError, match="tensors of the model are not in the checkpoint"):
         load(tmp_path / "hf", model_of(num_hidden_layers=4), None, tmp_path, no_load_optim=True)
+
+
+# ---- names
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_name_of_the_families_is_mapped_both_ways(kind: str, tied: bool, tmp_path: Path) -> None:
+    """The library's weights leave under the names of MindSpore Transformers, and load here from there."""
+    source = model_of(model_type=kind, tie_word_embeddings=tied)
+    source.save_pretrained(tmp_path / "hf")  # type: ignore[operator]
+    perdure("import", "--from", "huggingface", tmp_path / "hf", tmp_path / "root")
+    perdure("export", tmp_path / "root", "--to", "mindformers", tmp_path / "theirs", "--ranks", 2)
+    names = Checkpoint(tmp_path / "theirs").names()
+    assert {name.rsplit(".", 2)[-2] for name in names} <= THEIRS
+    assert {name.split(".", 1)[0] for name in names} <= {"embedding", "decoder", "output_layer"}
+    other = model_of(model_type=kind, tie_word_embeddings=tied, num_hidden_layers=2)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    rename = ["mindformers-to-huggingface"]
+    load(tmp_path / "theirs", other, None, tmp_path, no_load_optim=True, rename=rename)
+    assert torch.equal(logits_of(other), logits_of(source))
+
+
+THEIRS = {
+    "word_embeddings", "input_layernorm", "pre_mlp_layernorm", "final_layernorm", "output_layer",
+    "linear_q", "linear_k", "linear_v", "linear_proj", "q_layernorm", "k_layernorm", "gating", "hidden", "linear_fc2",
+}  # fmt: skip
 
 
 # ---- over ranks
