@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["Loaded", "Restore", "check_foreign"]
 
 Say = Callable[[str], None]
+VISIBLE_S = 5.0  # how long a rank waits to see what rank 0 has seen
 READERS = 4
 
 
@@ -383,10 +384,15 @@ def _older(source: Root, iteration: Iteration, excluded: set[str]) -> str:
 
 
 def _by_name(root: Root, dirname: str) -> Iteration:
-    for iteration in root.iterations():
-        if iteration.dirname == dirname:
-            return iteration
-    raise CheckpointNotFoundError(
-        f"{root.path}: {dirname} is not visible here",
-        hint="every rank must see the same storage: put checkpoint.save_path on a shared file system",
-    )
+    """An iteration that rank 0 has seen; network file systems show new names to others a little later."""
+    deadline = time.monotonic() + VISIBLE_S
+    while True:
+        for iteration in root.iterations():
+            if iteration.dirname == dirname:
+                return iteration
+        if time.monotonic() > deadline:
+            raise CheckpointNotFoundError(
+                f"{root.path}: {dirname} is not visible here",
+                hint="every rank must see the same storage: put checkpoint.save_path on a shared file system",
+            )
+        time.sleep(0.05)
