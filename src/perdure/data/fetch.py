@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import traceback
 from array import array
-from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-import torch
 from torch.utils.data import get_worker_info
 
 from perdure.data.randomness import SampleKeys, Streams
+from perdure.data.transfer import packed
 from perdure.errors import DataError
 
 __all__ = ["BOARD_FIELDS", "Failure", "Fetcher", "Task", "failure", "transferable", "where"]
@@ -186,24 +184,11 @@ def failure(error: Exception, name: str, what: str) -> Failure:
 
 
 def transferable(fetched: AnyFetched | Failure, name: str, runs: Sequence[tuple[int, int]]) -> AnyFetched | Failure:
-    """What was fetched, or a failure when it cannot leave the process: a queue would drop it and hang."""
+    """What was fetched, fit for being sent, or a failure when it cannot leave the process."""
     if isinstance(fetched, Failure):
         return fetched
     try:
-        for leaf in _leaves(fetched):
-            if not isinstance(leaf, (torch.Tensor, np.ndarray, np.generic, str, bytes, int, float, bool, type(None))):
-                ForkingPickler.dumps(leaf)
+        sent: AnyFetched = packed(fetched)
+        return sent
     except Exception as error:
         return failure(error, name, f"handing over stream positions [{runs[0][0]}, {runs[-1][1]}) from the worker")
-    return fetched
-
-
-def _leaves(data: Any) -> Iterable[Any]:
-    if isinstance(data, Mapping) and type(data) is dict:
-        for value in data.values():
-            yield from _leaves(value)
-    elif isinstance(data, Sequence) and type(data) in (list, tuple):
-        for value in data:
-            yield from _leaves(value)
-    else:
-        yield data
