@@ -17,7 +17,7 @@ import torch.distributed as dist
 __all__ = ["job", "told"]
 
 
-def job(folder: Path, ranks: int, work: Callable[[int], None], deadline_s: float = 100) -> list[int]:
+def job(folder: Path, ranks: int, work: Callable[[int], None], deadline_s: float = 200) -> list[int]:
     """Runs `work(rank)` on every rank of a new job; the exit status of each, or minus the signal that ended it.
 
     When a rank fails, the others have two more seconds. What ranks wrote lies in `folder` as `rank-<n>.txt`.
@@ -70,7 +70,7 @@ def _fork(folder: Path, rank: int, ranks: int, meeting: Path, work: Callable[[in
         if ranks > 1:
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
             dist.init_process_group(
-                "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+                "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=timedelta(seconds=150)
             )
         work(rank)
         if ranks > 1:

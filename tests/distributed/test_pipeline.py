@@ -21,6 +21,8 @@ from perdure.train.history import read_lines, superseded
 
 from . import forked
 
+pytestmark = pytest.mark.timeout(400)
+
 TENSOR = {"tensor_parallel": 2, "sequence_parallel": True}
 PIPELINE = {"pipeline_parallel": 2}
 CHUNKS = {"pipeline_parallel": 2, "pipeline_parallel_interleave_num": 2}
@@ -38,7 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "chunks x tensor": (4, {**CHUNKS, **TENSOR}),
 }
 
-FIRST = {"1f1b", "gpipe", "chunks x tensor", "chunks x shard, averaged"}
+FIRST = {"gpipe", "chunks x tensor", "chunks x shard, averaged"}
 """Those that a plain run tries; the others are for the slow one."""
 
 
@@ -99,7 +101,6 @@ def evaluations(output: Path) -> list[float]:
     return [line["eval_loss"] for line in read_lines(str(output / "metrics.jsonl")) if "eval_loss" in line]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("names", [FIRST, pytest.param(set(LAYOUTS) - FIRST, marks=pytest.mark.slow)], ids=["", "more"])
 def test_every_layout_gives_the_losses_of_one_process(tmp_path: Path, names: set[str]) -> None:
     (tmp_path / "some.txt").write_text("what is learned here is told there\n" * 12)
@@ -120,17 +121,15 @@ def test_every_layout_gives_the_losses_of_one_process(tmp_path: Path, names: set
         assert evaluations(tmp_path / name) == pytest.approx(evaluations(tmp_path / "one"), abs=1e-6)
 
 
-@pytest.mark.timeout(300)
 def test_embeddings_tied_across_stages_get_the_gradients_of_both(tmp_path: Path) -> None:
     sections: dict[str, Any] = {"model": {"tie_word_embeddings": True}, "checkpoint": {"enable_save": False}}
     run(tmp_path, 1, configuration(tmp_path / "one", **sections))
-    for name in ("chunks", "three uneven stages", "pipeline x shard", "pipeline x tensor"):
+    for name in ("three uneven stages", "pipeline x tensor"):
         ranks, layout = LAYOUTS[name]
         run(tmp_path, ranks, configuration(tmp_path / name, parallelism=layout, **sections))
         agrees(tmp_path / name, tmp_path / "one")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("low", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "masters"])
 def test_a_run_goes_through_layouts_and_back(tmp_path: Path, low: bool) -> None:
     """Each layout loads what the one before has saved; all as if there had been one process only."""
@@ -138,12 +137,9 @@ def test_a_run_goes_through_layouts_and_back(tmp_path: Path, low: bool) -> None:
     chain: list[tuple[int, dict[str, Any]]] = [
         (2, PIPELINE),
         (1, {}),
-        (2, {}),
         (2, CHUNKS),
         LAYOUTS["three uneven stages"],
-        (4, PIPELINE),
         (4, {**PIPELINE, **TENSOR}),
-        (2, TENSOR),
         (1, {}),
     ]
     moved = tmp_path / "moved"
@@ -169,8 +165,8 @@ def test_a_run_goes_through_layouts_and_back(tmp_path: Path, low: bool) -> None:
     described = [iteration(moved, number + 1) for number in range(len(chain))]
     assert [set(each["model"]) for each in described] == [set(described[1]["model"])] * len(chain)
     assert [set(each["optimizer"]) for each in described] == [set(described[1]["optimizer"])] * len(chain)
-    assert described[6]["training"]["mesh"] == {"pipeline": 2, "tensor": 2}
-    assert [described[number]["training"]["ranks"] for number in (0, 1, 4, 5)] == [2, 1, 3, 4]
+    assert described[4]["training"]["mesh"] == {"pipeline": 2, "tensor": 2}
+    assert [each["training"]["ranks"] for each in described] == [2, 1, 2, 3, 4, 1]
     for each in described:
         assert sorted(map(settings, each["training"]["optimizer"]["groups"])) == sorted(
             map(settings, described[1]["training"]["optimizer"]["groups"])
@@ -199,7 +195,6 @@ class Killer(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name",
     [

@@ -15,6 +15,8 @@ from perdure import CheckpointConfig, Checkpointer, Progress
 from . import forked
 from .test_pipeline import CHUNKS, TENSOR, agrees, configuration, evaluations, iteration, metrics, run, squares
 
+pytestmark = pytest.mark.timeout(400)
+
 FULL = {"mode": "full", "full_recompute_layer": ["0-2"]}
 SELECT = {"mode": "select", "select_module": {"mlp": ["0-3"], "self_attn": ["1"]}}
 WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -31,11 +33,16 @@ WAYS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.timeout(200)
-def test_every_way_gives_the_losses_of_one_process(tmp_path: Path) -> None:
+FIRST = {"in host memory", "shards of 2 among 4", "recomputed in chunks"}
+"""Those that a plain run tries; the others are for the slow one."""
+
+
+@pytest.mark.parametrize("ways", [FIRST, pytest.param(set(WAYS) - FIRST, marks=pytest.mark.slow)], ids=["", "more"])
+def test_every_way_gives_the_losses_of_one_process(tmp_path: Path, ways: set[str]) -> None:
     run(tmp_path, 1, configuration(tmp_path / "one"))
     names = iteration(tmp_path / "one", 4)
-    for name, (ranks, layout, recompute) in WAYS.items():
+    for name in ways:
+        ranks, layout, recompute = WAYS[name]
         output = tmp_path / name
         run(tmp_path, ranks, configuration(output, parallelism=layout, recompute=recompute))
         agrees(output, tmp_path / "one")
@@ -43,19 +50,18 @@ def test_every_way_gives_the_losses_of_one_process(tmp_path: Path) -> None:
         assert (set(saved["model"]), set(saved["optimizer"])) == (set(names["model"]), set(names["optimizer"]))
 
 
-@pytest.mark.timeout(200)
-def test_recomputation_changes_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout", [CHUNKS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in ({}, TENSOR))], ids=repr
+)
+def test_recomputation_changes_no_bit(tmp_path: Path, layout: dict[str, Any]) -> None:
     """With dropout, whose draws the second forward has to repeat."""
-    for name, ranks, layout in (("one", 1, {}), ("shards", 2, {}), ("tensors", 2, TENSOR), ("chunks", 2, CHUNKS)):
-        for how, recompute in (("kept", {}), ("full", FULL), ("select", SELECT)):
-            sections = {"parallelism": layout, "recompute": recompute}
-            run(tmp_path, ranks, configuration(tmp_path / f"{name} {how}", 2, dropout=0.2, **sections))
-        keys = ("step", "loss", "grad_norm", "samples")
-        kept = metrics(tmp_path / f"{name} kept", *keys)
-        for how in ("full", "select"):
-            assert metrics(tmp_path / f"{name} {how}", *keys) == kept
-            state = iteration(tmp_path / f"{name} {how}", 2)
-            assert state["model"] == iteration(tmp_path / f"{name} kept", 2)["model"]
+    for how, recompute in (("kept", {}), ("full", FULL), ("select", SELECT)):
+        sections = {"parallelism": layout, "recompute": recompute}
+        run(tmp_path, 2, configuration(tmp_path / how, 2, dropout=0.2, **sections))
+    keys = ("step", "loss", "grad_norm", "samples")
+    for how in ("full", "select"):
+        assert metrics(tmp_path / how, *keys) == metrics(tmp_path / "kept", *keys)
+        assert iteration(tmp_path / how, 2)["model"] == iteration(tmp_path / "kept", 2)["model"]
 
 
 class Normed(nn.Module):

@@ -80,17 +80,17 @@ class Pipeline:
         calls = [_call_of(loss, index, self._stages[0].module) for index in range(micro_batches)]
         shapes = self._shapes.between(calls)
         key = (train, micro_batches, *shapes)
-        if key not in self._schedules:
-            if len(self._schedules) >= _KEPT:
-                del self._schedules[next(iter(self._schedules))]
-            self._schedules[key] = self._schedule(micro_batches, shapes, train)
+        schedule = self._schedules.pop(key, None) or self._schedule(micro_batches, shapes, train)
+        self._schedules[key] = schedule
+        if len(self._schedules) > _KEPT:
+            del self._schedules[next(iter(self._schedules))]
         for stage in self._stages:
             stage.begin(calls, None if stage.is_last else shapes[stage.number], loss, seed)
         indices = torch.arange(micro_batches)
         first = (indices,) if self._stages[0].is_first else ()
         try:
             with _quiet():
-                self._schedules[key].step(*first, target=indices, index=indices)
+                schedule.step(*first, target=indices, index=indices)
         except RuntimeError as error:
             own = _own(error)
             if own is None:
