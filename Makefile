@@ -44,6 +44,7 @@ bench: $(VENV)/.installed-dev
 		case "$$script" in */device_check.py) continue;; esac; \
 		echo "$(BIN)/python $$script"; $(BIN)/python "$$script"; \
 	done
+	$(BIN)/python benchmarks/common/table.py
 
 crash-matrix: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.crash.matrix docs/reference/crash-matrix.md

@@ -6,6 +6,7 @@ python benchmarks/common/table.py
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,10 @@ def page() -> Iterator[str]:
     yield BEGIN
     first = next((run["machine"] for name in ("save_load", "async_save") for run in results(name).values()), None)
     if first is not None:
-        yield (
+        yield filled(
             f"Measured with torch {first['torch']} and Python {first['python']} on {first['processors']} processors "
             f"({first['architecture']}) with {first['memory_gib']} GiB of memory, a virtual disk with ext4 and no GPU. "
-            "Other programs ran beside it: the load average when a run began stands above each table.\n"
+            "Other programs ran beside it: the load average when a run began stands above each table."
         )
     yield from saves_and_loads()
     yield from asynchronous()
@@ -72,7 +73,7 @@ def saves_and_loads() -> Iterator[str]:
                 share = f"{raw['median_s'] / seconds:.0%}" if raw else ""
                 speed = f"{found['gib'] / seconds:.2f}" if found["gib"] > 0.01 else ""
                 yield (
-                    f"| {named(name)} | {seconds:.3f} | {speed} | {share} | {seconds / own:.2f} | "
+                    f"| {named(name, kind == 'save')} | {seconds:.3f} | {speed} | {share} | {seconds / own:.2f} | "
                     f"{row['extra_peak_mib']:.0f} |"
                 )
             yield ""
@@ -82,15 +83,15 @@ def asynchronous() -> Iterator[str]:
     runs = results("async_save")
     if runs:
         yield "## Asynchronous save\n"
-        yield (
+        yield filled(
             "*Stall* is how long the training thread is held up, *total* the time until the checkpoint is durable, "
             "*lost* the training time that it costs in all: the stall, and what steps of matrix products on all "
-            "processors take longer meanwhile.\n"
+            "processors take longer meanwhile."
         )
     for run, found in runs.items():
-        yield (
+        yield filled(
             f"{run}; load average {found['machine']['load_before']}; one copy in memory takes "
-            f"{found['memcpy_s']:.3f} s, a raw write {found['raw_write_s']:.3f} s.\n"
+            f"{found['memcpy_s']:.3f} s, a raw write {found['raw_write_s']:.3f} s."
         )
         yield "| | stall s | total s | lost s | extra memory, MiB |"
         yield "| --- | ---: | ---: | ---: | ---: |"
@@ -120,10 +121,10 @@ def others() -> Iterator[str]:
     overhead, start = results("trainer_overhead"), results("start_up")
     if overhead:
         yield "## The Trainer beside a bare loop\n"
-        yield (
+        yield filled(
             f"A step that takes {overhead['bare_s'] * 1e3:.1f} ms of processor time takes {overhead['ratio']:.4f} "
             "times as much in the Trainer, with metrics, ledger, health, seeding and progress. With a model of no size "
-            f"it adds {overhead['own_s'] * 1e3:.3f} ms, which is {overhead['own_s'] / 0.05:.2%} of a 50 ms step.\n"
+            f"it adds {overhead['own_s'] * 1e3:.3f} ms, which is {overhead['own_s'] / 0.05:.2%} of a 50 ms step."
         )
     if start:
         yield "## Start-up\n"
@@ -134,11 +135,16 @@ def others() -> Iterator[str]:
         yield ""
 
 
-def named(name: str) -> str:
-    """A candidate as the page calls it."""
-    return {"perdure": "**Perdure**", "safetensors": "safetensors + fsync", "torch.save": "torch.save + fsync"}.get(
-        name, name
-    )
+def named(name: str, saving: bool = False) -> str:
+    """A candidate as the page calls it; `saving`: peers that leave durability to the user are followed by fsync."""
+    if name == "perdure":
+        return "**Perdure**"
+    return f"{name} + fsync" if saving and name != "raw device" else name
+
+
+def filled(text: str) -> str:
+    """A paragraph, wrapped as the other pages are."""
+    return textwrap.fill(text, 118) + "\n"
 
 
 if __name__ == "__main__":
