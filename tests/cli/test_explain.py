@@ -157,7 +157,7 @@ def test_what_would_fail_is_said_as_the_start_would_say_it(
 def test_ranks_are_told_apart(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = told(capsys)
     parts = told(capsys, "--ranks", "3", "training.global_batch_size=3")
-    assert parts["layout"] == {"ranks": 3, "data_parallel_shard": 3}
+    assert parts["layout"] == {"ranks": 3, "shard": 3}
     assert (parts["layout_before"], len(parts["reads"])) == ({"ranks": 1}, 3)
     assert sum(parts["held"]) == whole["held"][0]
     assert len(set(parts["held"])) > 1

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from perdure.catalog.root import GONE
-from perdure.config.load import load_config
 from perdure.config.ranks import RankLayout, check_ranks
 from perdure.config.schema import TrainConfig
 from perdure.errors import PerdureError
@@ -19,10 +17,11 @@ from perdure.parallel.mesh import Mesh
 from perdure.storage.local import LocalStorage
 from perdure.train import build
 from perdure.train.candidate import Candidate, find_candidate, save_target
-from perdure.train.feed import feed
+from perdure.train.feed import feed, place
 from perdure.train.forecast import forecast
-from perdure.train.resume import Wish, changed_settings, resume_point
+from perdure.train.resume import Wish, changed_settings, rate_warning, resume_point
 from perdure.train.rollback import LeftOut
+from perdure.train.state import TrainerState
 
 __all__ = ["Explanation", "explain"]
 
@@ -110,7 +109,7 @@ def explain(config: TrainConfig, ranks: int | None = None) -> Explanation:
     layout = told.attempt(lambda: check_ranks(config, ranks))
     dataset = told.attempt(lambda: build.data(config, None))
     if layout is not None:
-        told.layout = _degrees(layout)
+        told.layout = {"ranks": layout.ranks, **layout.degrees}
     if dataset is not None and told.start:
         told.attempt(lambda: _tell_position(config, candidate, dataset, told))
     if dataset is not None and layout is not None:
@@ -130,33 +129,36 @@ def _tell_candidate(candidate: Candidate, told: Explanation) -> None:
         "global_batch_size": candidate.progress.global_batch_size,
         "ranks": candidate.ranks,
     }
-    told.layout_before = _layout_before(candidate)
+    mesh = candidate.training.get("mesh")
+    told.layout_before = {"ranks": candidate.ranks, **(mesh if isinstance(mesh, dict) else {})}
     told.stored = _stored(candidate.metadata, weights_only=False)
 
 
 def _tell_position(config: TrainConfig, candidate: Candidate | None, dataset: Any, told: Explanation) -> None:
     """Step, samples and learning rates, by the functions that a start uses."""
     loader = feed(config, dataset, Mesh())
-    step = consumed = 0
+    state, size = TrainerState(steps=config.training.steps), config.training.global_batch_size
+    schedule = build_schedule(config.lr_scheduler, config.training.steps)
+
+    def rate(step: int, samples: int, batch: int) -> float:
+        return schedule.rate(global_step=step, consumed_samples=samples, global_batch_size=batch)
+
     if candidate is not None and not candidate.weights_only:
         point = resume_point(candidate.progress, candidate.training, Wish.of(config), loader.identity())
-        step, consumed = point.global_step, point.consumed_samples
+        state.global_step, state.consumed_samples = point.global_step, point.consumed_samples
         told.arithmetic, told.warnings = point.notes, told.warnings + point.warnings
         left_out = LeftOut() if point.data_afresh else LeftOut.of(candidate.training)
         loader.leave_out(left_out.ranges)
-    loader.seek(consumed)
-    coming = loader.plan.step_range(consumed)
-    told.step, told.next_samples = step, (coming.first, coming.last)
+        place(loader, point)
+        warning = rate_warning(candidate.training.get("settings", {}), rate, state, size)
+        told.warnings += [warning] if warning else []
+    coming = loader.plan.step_range(state.consumed_samples)
+    told.step, told.next_samples = state.global_step, (coming.first, coming.last)
     told.epoch, told.step_in_epoch = loader.counters
-    schedule = build_schedule(config.lr_scheduler, config.training.steps)
-
-    def rate(at: int, samples: int) -> float:
-        size = coming.global_batch_size
-        return schedule.rate(global_step=at, consumed_samples=samples, global_batch_size=size)
-
-    told.rate = rate(step, consumed)
-    if step:
-        told.rate_before = rate(step - 1, max(0, consumed - coming.global_batch_size))
+    told.rate = rate(state.global_step, state.consumed_samples, coming.global_batch_size)
+    if state.global_step:
+        before = max(0, state.consumed_samples - coming.global_batch_size)
+        told.rate_before = rate(state.global_step - 1, before, coming.global_batch_size)
 
 
 def _tell_ranks(
@@ -190,25 +192,3 @@ def _stored(metadata: CheckpointMetadata, *, weights_only: bool) -> int:
     """Bytes of the tensors, each counted once."""
     sections = [part for part in SECTIONS if not (weights_only and part == "optimizer")]
     return sum(tensor.nbytes for part in sections for tensor in metadata.section(part).values())
-
-
-def _layout_before(candidate: Candidate) -> dict[str, int]:
-    """How the ranks that saved it shared the work, by the configuration that their attempt left."""
-    beside = Path(candidate.root).parent / f"config-{candidate.attempt}.yaml"
-    try:
-        if candidate.attempt and beside.is_file():
-            return _degrees(check_ranks(load_config(beside), candidate.ranks))
-    except (PerdureError, OSError):
-        pass
-    return {"ranks": candidate.ranks}
-
-
-def _degrees(layout: RankLayout) -> dict[str, int]:
-    degrees = {
-        "data_parallel_replicate": layout.replicate,
-        "data_parallel_shard": layout.shard,
-        "tensor_parallel": layout.tensor,
-        "context_parallel": layout.context,
-        "pipeline_parallel": layout.pipeline,
-    }
-    return {"ranks": layout.ranks, **{name: degree for name, degree in degrees.items() if degree > 1}}

@@ -77,13 +77,15 @@ def forecast(
         PerdureError: the model or the layout cannot be built.
     """
     found = Forecast(layout.ranks)
+    if config.checkpoint.load_balanced and layout.ranks > 1 and metadata is not None:
+        found.notes.append("load_balanced: what several ranks need is read by one of them, so less than told by rank")
     for rank in range(min(layout.ranks, MOST)):
         seen = _in_child(lambda rank=rank: _look(config, layout, dataset, metadata, where, weights_only, rank))  # type: ignore[misc]
         found.held.append(seen["held"])
         if seen["reads"] is not None:
             found.reads.append(seen["reads"])
         found.settings = found.settings or seen["settings"]
-        found.notes = found.notes or seen["notes"]
+        found.notes += seen["notes"] if rank == 0 else []
     return found
 
 
