@@ -69,9 +69,13 @@ class Run:
         """Over every bit of it."""
         hasher = hashlib.sha256()
         moments = [v for state in self.optimizer.state.values() for _, v in sorted(state.items())]
-        for tensor in (*self.model.state_dict().values(), *moments, self.word.mean):
+        for tensor in map(self.whole, (*self.model.state_dict().values(), *moments, self.word.mean)):
             hasher.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
         return hasher.hexdigest()
+
+    def whole(self, value: torch.Tensor) -> torch.Tensor:
+        """All of a tensor, of which this rank may hold a part."""
+        return value
 
     def checkpointer(self, path: str, storage: Storage | None, background: bool, save_max: int) -> Checkpointer:
         """As `auto_resume` starts it, time after time."""

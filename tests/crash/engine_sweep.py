@@ -1,7 +1,7 @@
 """Kills whole runs of the engine, synchronous and asynchronous, at every storage operation, and resumes them.
 
 Run as a program, which loads torch once and forks for every try:
-`python -m tests.crash.engine_sweep [--every N] [SCENARIO ...]` prints a tally.
+`python -m tests.crash.engine_sweep [--every N] [--path PATH] [--part I/N] [SCENARIO ...]` prints a tally.
 """
 
 from __future__ import annotations
@@ -262,16 +262,16 @@ class Sweep:
         return list(zip(flat[::2], flat[1::2], strict=True))
 
 
-def sweep(names: Sequence[str], every: int = 1) -> Tally:
-    """Every operation of the scenarios on both paths, or each `every`-th try in turn."""
+def sweep(names: Sequence[str], every: int = 1, paths: Sequence[str] = PATHS) -> Tally:
+    """Every operation of the scenarios on these paths, or each `every`-th try in turn."""
     tally, turn = Tally(), 0
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         # Once through everything, with no thread left, so that no fork has to import what torch imports on use.
         for word in ("A", "AA"):
             train(os.path.join(folder, "warm"), word)
-        for name, background in product(names, (False, True)):
-            run = Sweep(name, background, os.path.join(folder, f"{turn}"))
-            key = f"{name} ({PATHS[background]})"
+        for name, path in product(names, paths):
+            run = Sweep(name, path == "async", os.path.join(folder, f"{turn}"))
+            key = f"{name} ({path})"
             tally.operations[key] = len(run.operations)
             actions: tuple[Action, ...] = ("kill-before", "kill-within", "kill-after")
             for number, (operation, _) in enumerate(run.operations, 1):
@@ -310,5 +310,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("scenarios", nargs="*", default=[])
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--path", choices=PATHS)
+    parser.add_argument("--part", default="1/1")
     given = parser.parse_args()
-    print(sweep(given.scenarios or list(SCENARIOS), given.every).encode())
+    paths = PATHS if given.path is None else (given.path,)
+    part, parts = map(int, given.part.split("/"))
+    print(sweep((given.scenarios or list(SCENARIOS))[part - 1 :: parts], given.every, paths).encode())

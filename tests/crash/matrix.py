@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.crash.tally import HOWS, Tally
 
 HERE = Path(__file__).resolve().parents[2]
 STORAGE = ("first", "next-with-retention", "overwrite", "overwrite-without-exchange", "clean-up", "rewind")
+PARTS = 3
 TITLES = {
     "kill-before": "killed before",
     "kill-within": "killed within",
@@ -84,6 +86,11 @@ def run(arguments: Sequence[str]) -> str:
     return done.stdout
 
 
+def engine_part(path: str, part: int) -> Tally:
+    """A part of the engine's scenarios on one path."""
+    return Tally.decode(run(["tests.crash.engine_sweep", "--path", path, "--part", f"{part + 1}/{PARTS}"]))
+
+
 def storage() -> Tally:
     """The catalog's sweep, kills and power cuts."""
     whole = Tally()
@@ -141,9 +148,16 @@ def _table(
 
 def main(target: str) -> int:
     """Writes the page; 1 if anything was lost."""
-    flips = json.loads(run(["tests.crash.flips"]))
-    catalog, engine = storage(), Tally.decode(run(["tests.crash.engine_sweep"]))
-    paths = {"storage": catalog, "sync": engine.part("(sync)"), "async": engine.part("(async)")}
+    # What takes long in each of them is waiting: for forks, and for a processor that is shared.
+    with ThreadPoolExecutor(8) as pool:
+        engine = {name: [pool.submit(engine_part, name, part) for part in range(PARTS)] for name in ("sync", "async")}
+        bits, catalog = pool.submit(run, ["tests.crash.flips"]), pool.submit(storage)
+        paths = {"storage": catalog.result()}
+        for name, jobs in engine.items():
+            paths[name] = Tally()
+            for job in jobs:
+                paths[name].add(job.result())
+        flips = json.loads(bits.result())
     faults = [*flips["missed"], *(fault for tally in paths.values() for fault in tally.faults)]
     for fault in faults:
         print(fault, file=sys.stderr)

@@ -47,14 +47,6 @@ class Tally:
         self.lost += other.lost
         self.faults += other.faults
 
-    def part(self, ending: str) -> Tally:
-        """The scenarios whose name ends so."""
-        part = Tally(faults=[f for f in self.faults if f"{ending}: " in f])
-        for whole, own in ((self.tried, part.tried), (self.lost, part.lost)):
-            own.update({key: count for key, count in whole.items() if key[0].endswith(ending)})
-        part.operations.update({name: count for name, count in self.operations.items() if name.endswith(ending)})
-        return part
-
     def encode(self) -> str:
         """One JSON document."""
         rows = [[*key, count, self.lost[key]] for key, count in self.tried.items()]

@@ -314,3 +314,24 @@ def test_a_file_system_that_is_really_full_fails_the_save_and_nothing_else(tmp_p
     assert result["faults"] == []
     assert result["failed"] >= 10
     assert result["saved"] >= 6
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_tell_of_the_one_whose_disk_failed_and_agree_on_what_only_one_of_them_read() -> None:
+    here = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.crash.two_ranks"],
+        capture_output=True,
+        text=True,
+        cwd=here,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(here / "src"), str(here)]),
+            "OMP_NUM_THREADS": "1",
+        },
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["wrong"] == []
+    assert result["tried"] > 40
