@@ -7,6 +7,7 @@ what is wrong, and a count of what was tried.
 from __future__ import annotations
 
 import errno
+import faulthandler
 import json
 import os
 import shutil
@@ -32,6 +33,8 @@ from perdure.catalog.verify import verify
 from perdure.errors import SaveError
 from perdure.storage.faults import FaultStorage
 from perdure.storage.local import LocalStorage
+
+DEADLINE_S = 150
 
 
 class Sharded(Run):
@@ -67,6 +70,8 @@ def job(work: Callable[[int], list[str]], folder: str, ranks: int = 2) -> list[l
             child = os.fork()
         if child == 0:
             os.close(receiver)
+            # Whoever hangs ends with the place where it did on stderr.
+            faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
             try:
                 dist.init_process_group(
                     "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
