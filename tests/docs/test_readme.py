@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from perdure.cli.main import run
 from perdure.config.load import load_config
+from perdure.train.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +28,26 @@ def test_the_yaml_is_a_configuration(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(shown, encoding="utf-8")
     assert load_config(str(path)).checkpoint.auto_resume
+
+
+def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (shown,) = blocks("yaml")
+    for large, small in (
+        ("steps: 2000", "steps: 2"),
+        ("hidden_size: 256, num_hidden_layers: 4", "hidden_size: 16, num_hidden_layers: 1"),
+        ("seq_length: 256", "seq_length: 16"),
+    ):
+        assert large in shown
+        shown = shown.replace(large, small)
+    Path("run.yaml").write_text(shown, encoding="utf-8")
+    Trainer("run.yaml").train()
+    lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("perdure ")]
+    commands = [shlex.split(line, comments=True)[1:] for line in lines]
+    assert [c[0] for c in commands] == ["train", "train", "explain", "ls", "verify", "data", "bench", "export"]
+    for command in commands:
+        if command[0] not in ("train", "bench"):  # a real model, and a minute
+            assert run(command) == 0, command
 
 
 def test_the_loop_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
