@@ -17,10 +17,12 @@ import torch.distributed as dist
 __all__ = ["job", "told"]
 
 
-def job(folder: Path, ranks: int, work: Callable[[int], None], deadline_s: float = 200) -> list[int]:
+def job(
+    folder: Path, ranks: int, work: Callable[[int], None], deadline_s: float = 200, grace_s: float = 2
+) -> list[int]:
     """Runs `work(rank)` on every rank of a new job; the exit status of each, or minus the signal that ended it.
 
-    When a rank fails, the others have two more seconds. What ranks wrote lies in `folder` as `rank-<n>.txt`.
+    When a rank fails, the others have `grace_s` more. What ranks wrote lies in `folder` as `rank-<n>.txt`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     meeting = folder / "meeting"
@@ -31,7 +33,7 @@ def job(folder: Path, ranks: int, work: Callable[[int], None], deadline_s: float
         pid, status = _wait(left)
         if pid:
             codes[left.pop(pid)] = os.waitstatus_to_exitcode(status)
-            end = min(end, time.monotonic() + 2) if status else end
+            end = min(end, time.monotonic() + grace_s) if status else end
         elif time.monotonic() > end:
             for each in left:
                 os.kill(each, signal.SIGKILL)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -225,3 +227,35 @@ def test_damage_and_failing_storage_end_all_ranks_alike(saved: Path, tmp_path: P
         load(saved / "one", (), load_balanced=True)
 
     assert job(tmp_path / "job", 3, work) == [0] * 3, told(tmp_path / "job")
+
+
+@pytest.mark.parametrize("by", ["memory", "network"])
+def test_a_rank_that_is_killed_while_others_wait_for_its_blocks(saved: Path, tmp_path: Path, by: str) -> None:
+    class Dying(Counting):
+        def open_directory(self, path: str) -> Any:
+            directory = super().open_directory(path)
+            plain_open = directory.open
+
+            def open_file(name: str) -> Any:
+                reader = plain_open(name)
+                plain = reader.pread_into
+
+                def pread_into(buffer: memoryview, offset: int) -> None:
+                    if offset > 1 << 20:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    plain(buffer, offset)
+
+                reader.pread_into = pread_into  # type: ignore[method-assign]
+                return reader
+
+            directory.open = open_file  # type: ignore[method-assign]
+            return directory
+
+    def work(rank: int) -> None:
+        pass_on(by)
+        load(saved / "one", (), Dying() if rank == 1 else None, load_balanced=True)
+
+    codes = job(tmp_path / "job", 3, work, grace_s=60)
+    assert codes == [1, -signal.SIGKILL, 1], told(tmp_path / "job")
+    assert all("rank 1" in (tmp_path / "job" / f"rank-{rank}.txt").read_text() for rank in (0, 2))
+    assert not list(Path("/dev/shm").glob("perdure-*"))
