@@ -211,8 +211,9 @@ def registered_in(metadata: CheckpointMetadata, where: str) -> dict[str, Any]:
     """
     found = metadata.training.get("extra", {})
     for name, saved in found.items() if isinstance(found, dict) else [("", None)]:
-        sound = isinstance(saved, dict) and saved.get("mode") in ("replicated", "per_rank")
-        if not sound or not isinstance(trees := saved.get("trees"), list) or not trees:
+        known = isinstance(saved, dict) and saved.get("mode") in ("replicated", "per_rank")
+        trees = saved.get("trees") if known and saved is not None else None
+        if not isinstance(trees, list) or not trees:
             raise DamagedCheckpointError(f"{where}: training.extra: {name[:300]}: not what a save writes")
     return dict(found)
 
