@@ -46,7 +46,7 @@ Any other code is to be treated as failure. torchrun itself ends with 1 whatever
 | `NO_COLOR` | no colour |
 | `PERDURE_NO_PROGRESS` | no progress line and no bars; these appear only on a terminal and only from rank 0 |
 | `PERDURE_RANK_DEADLINE` | seconds that an exchange between ranks may take (300); then the missing rank is named |
-| `PERDURE_STOP_DEADLINE` | seconds that a step may take once a signal has asked to stop (600); then it is left unsaved |
+| `PERDURE_STOP_DEADLINE` | seconds that a step may take once a signal asked to stop (600); then it is left unsaved |
 | `PERDURE_SAVE_DEADLINE` | seconds that rank 0 waits for the other ranks' part of a save (3600) |
 | `PERDURE_SHARED_DEADLINE` | seconds in which every rank must see what rank 0 writes below `save_path` (30) |
 | `PERDURE_TRACEBACK` | `1`: an error is preceded by the traceback of where it came from |
