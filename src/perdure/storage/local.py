@@ -37,10 +37,13 @@ class LocalStorage(Storage):
         direct: write and read shard files past the page cache (O_DIRECT) where the file system takes it:
             a private buffer at an aligned offset is then written straight, anything else as usual; large
             ranges are read so where the page cache has little of them.
+        shared_reads: others on this machine read the same at the same time, so that all read through the page
+            cache, which fetches it once.
     """
 
-    def __init__(self, direct: bool = True) -> None:
+    def __init__(self, direct: bool = True, shared_reads: bool = False) -> None:
         self._direct = direct and hasattr(os, "O_DIRECT")
+        self._direct_reads = self._direct and not shared_reads
 
     def list(self, path: str) -> list[str]:
         return sorted(os.listdir(path))
@@ -55,7 +58,7 @@ class LocalStorage(Storage):
             return False
 
     def open_directory(self, path: str) -> Directory:
-        return _LocalDirectory(path, self._direct)
+        return _LocalDirectory(path, self._direct_reads)
 
     def read(self, path: str, limit: int) -> bytes:
         reader = _LocalReader(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW), path)
