@@ -124,6 +124,15 @@ class Disk(Storage):
             del self._parent(source).entries[os.path.basename(source)]
             self._parent(target).entries[os.path.basename(target)] = node
 
+    def link(self, source: str, target: str) -> None:
+        with self._operation("link", target):
+            node = self._find(source)
+            if not isinstance(node, File):
+                raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), source)
+            if self.exists(target):
+                raise OSError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+            self._parent(target).entries[os.path.basename(target)] = node
+
     def exchange(self, a: str, b: str) -> None:
         with self._operation("exchange", b):
             if not self._exchanges:

@@ -40,18 +40,23 @@ class Word:
 
 
 class Run:
-    """The live objects; as they are built, nothing was done yet."""
+    """The live objects; as they are built, nothing was done yet.
 
-    def __init__(self) -> None:
+    Args:
+        frozen: half of the weights are never trained.
+    """
+
+    def __init__(self, frozen: bool = False) -> None:
         torch.manual_seed(1)
         self.model = nn.Linear(3, 5)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.model.bias.requires_grad_(not frozen)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
         self.word = Word()
 
     @classmethod
-    def after(cls, text: str) -> Run:
+    def after(cls, text: str, frozen: bool = False) -> Run:
         """The state that a run without any interruption has after these updates."""
-        run = cls()
+        run = cls(frozen)
         for letter in text:
             run.update(letter)
         return run
@@ -60,7 +65,8 @@ class Run:
         """One update; gradients are drawn, so that no thread of autograd's is ever started before a fork."""
         generator = torch.Generator().manual_seed(1000 * len(self.word.text) + ord(letter))
         for parameter in self.model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = gradient if parameter.requires_grad else None
         self.optimizer.step()
         self.word.text += letter
         self.word.mean = self.word.mean * 0.5 + self.model.bias.detach()[:3]
@@ -100,16 +106,18 @@ def train(
     background: bool = False,
     save_max: int = 9,
     numbered: Callable[[str], int] = len,
+    frozen: bool = False,
 ) -> None:
     """Resumes, and goes on to the word `to`, saving after each update.
 
     Args:
         numbered: the step number of a word.
+        frozen: half of the weights are never trained.
 
     Raises:
         AssertionError: what was resumed is of another branch.
     """
-    run = Run()
+    run = Run(frozen)
     with run.checkpointer(path, storage, background, save_max) as checkpointer:
         progress = checkpointer.load()
         done = run.word.text

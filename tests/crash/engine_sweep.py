@@ -53,6 +53,7 @@ class Scenario:
         save_max: of the work.
         numbered: the step number of a word.
         sound: whether the base holds no damage.
+        frozen: whether half of the weights are never trained.
     """
 
     base: Callable[[str], None]
@@ -62,6 +63,7 @@ class Scenario:
     save_max: int = 9
     numbered: Callable[[str], int] = len
     sound: bool = True
+    frozen: bool = False
 
 
 def nothing(path: str) -> None:
@@ -135,6 +137,13 @@ SCENARIOS: dict[str, Scenario] = {
     "going back by itself": Scenario(to("AAA"), go_back_and_train, ("AAA", "A", "AB")),
     "clean-up at the start": Scenario(dirty, partial(train, to="AAA"), ("AA", "AAA")),
     "fallback from damage": Scenario(damaged, partial(train, to="AB"), ("A", "AB"), sound=False),
+    "linked frozen weights": Scenario(
+        partial(train, to="AA", frozen=True),
+        partial(train, to="AAA", save_max=2, frozen=True),
+        ("AA", "AAA"),
+        save_max=2,
+        frozen=True,
+    ),
 }
 
 
@@ -187,6 +196,7 @@ class Sweep:
             background=self.background,
             save_max=scenario.save_max,
             numbered=scenario.numbered,
+            frozen=scenario.frozen,
         )
         return content(path)
 
@@ -218,11 +228,11 @@ class Sweep:
             word = run.word.text
             if word not in allowed:
                 faults.append(f"resumed {word!r}, expected one of {allowed}")
-            if run.digest() != Run.after(word).digest():
+            if run.digest() != Run.after(word, self.scenario.frozen).digest():
                 faults.append(f"what was resumed as {word!r} is another state")
 
         def resume() -> None:
-            run = Run()
+            run = Run(self.scenario.frozen)
             with run.checkpointer(path, self.scenario.storage(), self.background, self.scenario.save_max) as opened:
                 opened.load()
                 check(run)

@@ -35,6 +35,7 @@ OPERATIONS = {
     "finish": "cut to size, fsync, close",
     "write": "small file: open, write, fsync",
     "append": "append a line",
+    "link": "link a file of the save before",
     "rename": "rename",
     "exchange": "exchange two names",
     "unlink": "unlink",

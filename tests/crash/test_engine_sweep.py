@@ -29,5 +29,5 @@ def test_cut_off_anywhere_a_run_resumes_from_the_old_or_the_new_truth_and_ends_a
     assert done.returncode == 0, done.stderr
     tally = Tally.decode(done.stdout)
     assert tally.faults == []
-    assert len(tally.operations) == 20
+    assert len(tally.operations) == 22
     assert tally.tried.total() >= tally.operations.total() // (1 if FULL else SAMPLE)
