@@ -83,7 +83,7 @@ class IterableLoader(SteppedLoader):
         self._num_workers, self._prefetch, self._pin_memory = min(num_workers, 1), prefetch, pin_memory
         self._collate = collate_fn or default_collate
         self._dataset, self.per_rank = _for_rank(dataset, share)
-        self._refuse_skips()
+        self._refuse_skips(skip_ranges)
         self._state: dict[str, Any] = {"position": 0, "epoch": 0, "state": None}
         self._workers: Workers | None = None
 
@@ -95,8 +95,8 @@ class IterableLoader(SteppedLoader):
         return [f"{self._name} {self._why_inexact}: resuming is not exact, each start begins with its first samples"]
 
     def leave_out(self, ranges: Sequence[Sequence[int]]) -> None:
+        self._refuse_skips(ranges)
         super().leave_out(ranges)
-        self._refuse_skips()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data set stands after the last step given out, in its own words."""
@@ -146,8 +146,8 @@ class IterableLoader(SteppedLoader):
             identity=self.identity(),
         )
 
-    def _refuse_skips(self) -> None:
-        if self.per_rank and self.plan.skips.ranges:
+    def _refuse_skips(self, ranges: Sequence[Sequence[int]]) -> None:
+        if self.per_rank and ranges:
             raise UsageError(
                 f"skip_ranges: {self._name} gives each rank samples of its own, which have no common positions",
                 hint="use a map-style data set to leave samples out",

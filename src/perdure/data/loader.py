@@ -262,7 +262,7 @@ def _length_of(dataset: Any) -> int:
         raise DataError(
             f"{name} has no random access, so its samples cannot be found again by position",
             hint="use a map-style data set (`__len__` and `__getitem__`), or store the items first, for example with "
-            "`perdure data prepare`; for one that can say where it stands there is IterableLoader",
+            "`perdure data prepare`; for one that can say where it stands: perdure.data.iterable.IterableLoader",
         )
     try:
         length = len(dataset)
