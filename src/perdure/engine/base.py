@@ -1,22 +1,17 @@
-"""The frozen weights below an adapter: loaded from `base_load_path`, left out of saves, known by their contents."""
+"""The frozen weights below an adapter: left out of saves, known by their contents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from perdure.config.schema import CheckpointConfig
 from perdure.engine.live import Live
 from perdure.engine.ranks import Ranks
-from perdure.engine.restore import Loaded, Restore
-from perdure.engine.saveroot import SaveRoot
 from perdure.errors import MismatchError
 from perdure.state.fingerprint import digest_of_sums, piece_sums, total_sums
 from perdure.state.model import frozen_names
-from perdure.state.shards import NamedTensor
 
-__all__ = ["Base", "load_base"]
+__all__ = ["Base", "base_name", "contents"]
 
 
 @dataclass
@@ -48,11 +43,10 @@ class Base:
                 hint=f"name the base that it was trained over: checkpoint.base_load_path={described.get('path')}",
             )
 
-    def settle(self, loaded: Loaded | None) -> None:
-        """Notes what is the base's own after a load, which may have brought other frozen weights with it."""
+    def settle(self, brought: frozenset[str] = frozenset()) -> None:
+        """Notes what is the base's own after a load, which may have brought other weights with it."""
         frozen = frozen_names(self.live.model).intersection(self.sums)
-        brought = frozen & loaded.model_tensors if loaded is not None else frozenset()
-        now = _sums(self.live, self.ranks, brought)
+        now = contents(self.live, self.ranks, frozen & brought)
         kept = [name for name in frozen if now.get(name, self.sums[name]) == self.sums[name]]
         self.kept = frozenset().union(*self.ranks.gather(kept, "comparing the base"))
 
@@ -67,43 +61,7 @@ def base_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def load_base(
-    config: CheckpointConfig, live: Live, save_root: SaveRoot, ranks: Ranks, say: Callable[[str], None]
-) -> Base:
-    """Loads `base_load_path` (anything that `load_path` may be) into the model; adapters stay as they were built.
-
-    Raises:
-        CheckpointNotFoundError: nothing is there.
-        MismatchError: it lacks a frozen weight, or is of another model.
-        DamagedCheckpointError: it is not what was written; there is nothing to fall back to.
-    """
-    own = {"load_path": config.base_load_path, "no_load_optim": True, "auto_resume": False, "on_corrupt": "error"}
-    below = config.model_copy(update={**own, "load_healthy": False})
-    loaded = Restore(below, _Below(live), save_root, ranks, restore_settings=False, say=say).run(None)
-    assert loaded is not None
-    base = Base(loaded.path, live, ranks, _sums(live, ranks, loaded.model_tensors))
-    base.settle(None)
-    say(
-        f"base weights from {loaded.path}: {len(base.sums)} tensors, {len(base.kept)} of them frozen "
-        f"({loaded.bytes_read / 2**20:,.1f} MiB in {loaded.seconds:.2f} s)"
-    )
-    return base
-
-
-class _Below(Live):
-    """The model as its base knows it: without what an adapter adds, under the names from before it was wrapped."""
-
-    def __init__(self, live: Live) -> None:
-        super().__init__(live.model, live.optimizer, {})
-
-    def tensors(self) -> list[NamedTensor]:
-        return [replace(t, aliases=(*t.aliases, base_name(t.name))) for t in super().tensors()]
-
-    def elsewhere(self) -> frozenset[str]:
-        frozen = frozen_names(self.model)
-        return frozenset(t.name for t in super().tensors() if t.name not in frozen)
-
-
-def _sums(live: Live, ranks: Ranks, names: frozenset[str]) -> dict[str, int]:
+def contents(live: Live, ranks: Ranks, names: frozenset[str]) -> dict[str, int]:
+    """A sum for each of the named tensors that no cut over ranks changes, the same on all ranks."""
     mine = ranks.together(lambda: piece_sums([t for t in live.tensors() if t.name in names]), "looking at the base")
     return total_sums(ranks.gather(mine, "comparing the base"))

@@ -14,7 +14,8 @@ from torch import nn
 
 from perdure.catalog.publish import Staging, stage
 from perdure.config.schema import CheckpointConfig
-from perdure.engine.base import Base, load_base
+from perdure.engine.base import Base
+from perdure.engine.base_load import load_base
 from perdure.engine.linked import Linkable, bytes_of
 from perdure.engine.live import Live
 from perdure.engine.plan import Planner
@@ -137,7 +138,7 @@ class Checkpointer:
         self.loaded = loaded = self._restore().run(checkpoint_path)
         self._links = loaded.links if loaded is not None and loaded.root == self.path else {}
         if self._base is not None:
-            self._base.settle(loaded)
+            self._base.settle(loaded.model_tensors if loaded is not None else frozenset())
         if loaded is None:
             self._save_root.start_fresh()
             return Progress()

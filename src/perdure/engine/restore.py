@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perdure.catalog.choose import fallback
 from perdure.catalog.events import mark_damaged
@@ -19,6 +19,7 @@ from perdure.catalog.root import Iteration, Root
 from perdure.catalog.verify import check_data
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.balance import read_balanced
+from perdure.engine.base import Base
 from perdure.engine.compare import compare_loaded
 from perdure.engine.find import find_checkpoint
 from perdure.engine.laps import Laps
@@ -41,9 +42,6 @@ from perdure.format.names import COMMON
 from perdure.format.rename import Renamed, parse_rules, rename
 from perdure.state.model import parameter_names
 from perdure.storage.base import Directory
-
-if TYPE_CHECKING:
-    from perdure.engine.base import Base
 
 __all__ = ["Loaded", "Restore", "check_foreign"]
 
