@@ -384,13 +384,9 @@ class Trainer:
         return header_of(self.state, self.checkpointer, self._left_out.ranges, self.loader.record(), self._moved)
 
     def _open_histories(self, stack: contextlib.ExitStack) -> None:
-        self._logbook.open(
-            stack,
-            self._header(),
-            dump_config(self.config),
-            attempt=self.state.attempt,
-            locked_already=self.checkpointer.path if self.config.checkpoint.enable_save else None,
-        )
+        held = self.checkpointer.path if self.config.checkpoint.enable_save else None
+        config, attempt = dump_config(self.config), self.state.attempt
+        self._logbook.open(stack, self._header(), config, attempt=attempt, locked_already=held)
 
     def _hook(self, name: str) -> None:
         call_hooks(self._callbacks, name, self, self.state)
