@@ -234,7 +234,10 @@ class CheckpointConfig(Section):
     no_save_optim: bool = Field(
         default=False, description="leave the optimizer out; such a checkpoint cannot be resumed from"
     )
-    async_save: bool = Field(default=False, description="write in the background")
+    async_save: bool = Field(
+        default=False,
+        description="write in the background; a save that falls due meanwhile waits for the one under way",
+    )
     prefix: FilePrefix = Field(
         default="checkpoint", description="what file names begin with: at most 100 characters, no slash"
     )

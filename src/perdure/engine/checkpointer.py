@@ -205,6 +205,7 @@ class Checkpointer:
     def step(self, progress: Progress) -> bool:
         """To be called after each optimizer step: saves when one is due, surfaces errors of background saves.
 
+        Saves never overlap: one that falls due while another is under way waits for it.
         Returns whether a save was started.
 
         Raises:
