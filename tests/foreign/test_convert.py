@@ -243,3 +243,28 @@ def test_a_lost_data_file_of_a_dcp_is_named(tmp_path: Path, capsys: pytest.Captu
     assert run(["import", "--from", "torch-dcp", str(tmp_path / "dcp"), str(tmp_path / "root")]) == 1
     assert "__0_0.distcp: missing" in capsys.readouterr().err
     assert Root(tmp_path / "root").iterations() == []
+
+
+def test_an_adapter_alone_is_no_model_for_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.checkpoints import build_checkpoint, floats
+
+    import perdure.convert.state as conversion
+
+    root = Root(tmp_path / "root")
+    os.mkdir(root.path)
+    build_checkpoint(root, 3, state={"model": {"layers.0.lora_a": floats(1.0)}})
+    opened = conversion.open_iteration
+
+    def adapter(*given: Any, **named: Any) -> Any:
+        state = opened(*given, **named)
+        state.training["base"] = {"path": "elsewhere", "tensors": 7}
+        return state
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversion, "open_iteration", adapter)
+        for kind in ("huggingface", "mindformers"):
+            assert run(["export", root.path, "--to", kind, str(tmp_path / "out")]) == 1
+            assert "without the weights below it, which are in elsewhere" in capsys.readouterr().err
+            assert not (tmp_path / "out").exists()
+        assert run(["export", root.path, "--to", "torch", str(tmp_path / "out")]) == 0
+        assert "without the weights below it" in capsys.readouterr().err

@@ -66,6 +66,7 @@ def command(
     _only_for("huggingface", kind, dtype=dtype, max_shard_size=max_shard_size, config=config_path)
     _only_for("mindformers", kind, ranks=ranks)
     with open_iteration(path, [rule(text) for text in rename], family=kind) as state:
+        _look_at_base(state, kind)
         for note in state.notes:
             render.note(note)
         items = state.items if kind in ("torch-dcp", "mindformers") else state.section("model")
@@ -91,6 +92,19 @@ def command(
         render.print_json(said)
     else:
         render.say(f"{name}: {len(items)} tensors, {render.human_bytes(total)}, from {said['from']}")
+
+
+def _look_at_base(state: Any, kind: str) -> None:
+    """An adapter saved alone is no model that another program could open."""
+    from perdure.errors import MismatchError
+
+    base = state.training.get("base")
+    if not isinstance(base, dict):
+        return
+    text = f"{state.where} holds an adapter without the weights below it, which are in {base.get('path')}"
+    if kind in ("huggingface", "mindformers"):
+        raise MismatchError(text, hint=f"export those: perdure export {base.get('path')} --to {kind} DIR")
+    render.warn(text)
 
 
 def _only_for(wanted: str, kind: str, **options: object) -> None:
@@ -145,7 +159,7 @@ def _config(state: Any, path: Path | None) -> dict[str, Any] | None:
     model: Mapping[str, Any] = {**section.model_dump(exclude_none=True), **section.extras()}
     kind = model.get("type") or ("transformers" if model.get("model_type") else "decoder")
     shapes = {item.name: item.shape for item in state.section("model")}
-    if kind == "decoder":
+    if kind == "decoder" and "model.embed_tokens.weight" in shapes:
         from perdure.convert.huggingface import llama_config
 
         return llama_config(model, shapes)

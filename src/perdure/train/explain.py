@@ -114,6 +114,8 @@ def explain(config: TrainConfig, ranks: int | None = None) -> Explanation:
         told.attempt(lambda: _tell_position(config, candidate, dataset, told))
     if dataset is not None and layout is not None:
         told.attempt(lambda: _tell_ranks(config, candidate, layout, dataset, told))
+    if config.checkpoint.base_load_path:
+        told.notes.append(f"the weights below the adapter are read besides, from {config.checkpoint.base_load_path}")
     if config.checkpoint.enable_save:
         _tell_room(config, target.root.root.path, candidate, told)
     return told
