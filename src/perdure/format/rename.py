@@ -110,9 +110,8 @@ def parse_rules(rules: Sequence[Any]) -> list[Rule]:
         try:
             parsed += _rule(rule)
         except (re.error, TypeError, ValueError, KeyError, IndexError) as error:
-            raise ValueError(
-                f"rule {number}: {error if isinstance(error, ValueError | re.error) else rule!r}"
-            ) from None
+            said = str(error) if isinstance(error, ValueError | re.error) else f"{rule!r} cannot be meant"
+            raise ValueError(f"rule {number}: {said}") from None
     return parsed
 
 
