@@ -8,7 +8,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
-    PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
@@ -47,6 +46,9 @@ def decoder_plan(model: Decoder, degree: int) -> dict[str, Any]:
     if model.embed_tokens is not None:
         plan["embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     elif model.norm is None and len(names) == 1:
+        # Newer than the oldest torch that everything else here works with.
+        from torch.distributed.tensor.parallel import PrepareModuleInputOutput
+
         plan[f"layers.{names[0]}"] = PrepareModuleInputOutput(
             **whole_in, **whole_out, use_local_input=True, use_local_output=True
         )

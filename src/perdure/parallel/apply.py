@@ -23,6 +23,9 @@ from perdure.parallel.stages import Cut, cut, layer_names, put_tied, without
 
 __all__ = ["Parallel", "parallelize"]
 
+# Before torch 2.9 gradients arrive as a mean in any case; the step corrects for either.
+_CAN_SUM = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -81,7 +84,7 @@ def parallelize(
             _tensor_parallel(stage, mesh)
         if mesh.sharded is not None:
             _shard(stage, mesh, device, config.parallelism, compute_dtype)
-    sums = mesh.sharded is not None and config.parallelism.disable_gradient_division
+    sums = _CAN_SUM and config.parallelism.disable_gradient_division
     return Parallel(
         model=parts.model,
         pipeline=parts.pipeline(mesh, device, config.parallelism.pipeline_parallel_schedule),
@@ -188,7 +191,7 @@ def _shard(
     for block in _blocks(model):
         fully_shard(block, **settings)
     fully_shard(model, **settings)
-    if parallelism.disable_gradient_division:
+    if _CAN_SUM and parallelism.disable_gradient_division:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)

@@ -38,7 +38,7 @@ class SharedBuffers:
         """Gives every rank the first one's values. To be called on all ranks, after each step."""
         for buffer in self._buffers:
             for group in self._groups:
-                dist.broadcast(_local(buffer), group=group, group_src=0)
+                dist.broadcast(_local(buffer), src=dist.get_global_rank(group, 0), group=group)
 
 
 def _local(tensor: Tensor) -> Tensor:
