@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests import tiny
 from tests.crash.engine_run import Run, train
 from tests.crash.hostile import TEXTS, changes, header_of, mutated, replace_header, resign
 
@@ -322,3 +323,24 @@ def test_the_commands_say_it_in_a_sentence(sound: Path, words: list[str], capsys
             assert "error: unexpected" not in told
             assert "Traceback" not in told
             assert max(map(len, told.splitlines() or [""])) < 3000
+
+
+@pytest.mark.timeout(240)
+def test_a_trainer_is_told_what_it_cannot_make_sense_of(tmp_path: Path) -> None:
+    """Everything that a trainer keeps for a resume to compare, as something else."""
+    tiny.trainer(tmp_path / "sound", 3).train()
+    directory = next((tmp_path / "sound" / "checkpoint").glob("iteration_*"))
+    file = directory / "metadata.json"
+    table = json.loads(file.read_bytes())
+    keys = {*table["training"], "base", "config", "extra", "left_out", "stretches"}
+    refused = 0
+    for key in sorted(keys):
+        for value in (None, 10**30, "x", [["x", "y"]], {"train": 5}):
+            file.write_text(json.dumps({**table, "training": {**table["training"], key: value}}))
+            resign(directory)
+            wishes = {"load_path": str(directory), "auto_resume": False, "enable_save": False}
+            try:
+                tiny.trainer(tmp_path / "other", 3, checkpoint=wishes).train()
+            except PerdureError:
+                refused += 1
+    assert refused > 20

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +12,29 @@ from perdure.data.cursor import scale_step
 from perdure.data.growth import Stretches, grown
 from perdure.data.identity import differences, has_grown
 from perdure.engine.progress import Progress
-from perdure.errors import DataError, MismatchError, UsageError
+from perdure.errors import DamagedCheckpointError, DataError, MismatchError, PerdureError, UsageError
 from perdure.optim.schedules import build_schedule
 from perdure.train.state import TrainerState
 
-__all__ = ["ResumePoint", "Wish", "changed_settings", "drawing_layout", "rate_warning", "resume_point"]
+__all__ = ["ResumePoint", "Wish", "changed_settings", "drawing_layout", "rate_warning", "resume_point", "understood"]
+
+
+@contextmanager
+def understood(where: str) -> Iterator[None]:
+    """Around the taking apart of what a checkpoint says of its training.
+
+    Raises:
+        DamagedCheckpointError: it isn't what a trainer writes.
+    """
+    try:
+        yield
+    except PerdureError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+        raise DamagedCheckpointError(
+            f"{where}: metadata.json: training: not what a trainer writes ({type(error).__name__}: {str(error)[:200]})",
+            hint="its contents are as they were written; take the weights alone: checkpoint.no_load_optim=True",
+        ) from error
 
 
 @dataclass(frozen=True)

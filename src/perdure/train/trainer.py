@@ -30,7 +30,7 @@ from perdure.train.evaluate import Evaluation
 from perdure.train.feed import data_state, feed, place
 from perdure.train.health import HealthMonitor, Verdict
 from perdure.train.logbook import Logbook, header_of
-from perdure.train.resume import Wish, changed_settings, rate_warning, resume_point
+from perdure.train.resume import Wish, changed_settings, rate_warning, resume_point, understood
 from perdure.train.rollback import LeftOut
 from perdure.train.state import TrainerState
 from perdure.train.step import LossFunction, TrainStep, next_token_loss
@@ -193,11 +193,13 @@ class Trainer:
         if loaded.weights_only:
             notes.append("weights only: step 0, first sample, fresh optimizer")
         else:
-            point = resume_point(saved, loaded.training, Wish.of(self.config), self.loader.identity())
+            with understood(loaded.path):
+                point = resume_point(saved, loaded.training, Wish.of(self.config), self.loader.identity())
+                state.skipped_steps, state.consecutive_skipped_steps = loaded.training.get("skipped_steps", (0, 0))
+                self.health.load_state_dict(loaded.training.get("health", {}))
+                left_out = LeftOut() if point.data_afresh else LeftOut.of(loaded.training)
             state.global_step, state.consumed_samples = point.global_step, point.consumed_samples
-            state.skipped_steps, state.consecutive_skipped_steps = loaded.training.get("skipped_steps", (0, 0))
-            self.health.load_state_dict(loaded.training.get("health", {}))
-            self._leave_out(LeftOut() if point.data_afresh else LeftOut.of(loaded.training))
+            self._leave_out(left_out)
             self._moved = point.moved
             place(self.loader, point)
             self.scaler.load_state_dict(
