@@ -89,7 +89,7 @@ def lines(output: Path, name: str = "metrics.jsonl") -> list[dict[str, object]]:
     return superseded(read_lines(str(path))) if path.exists() else []
 
 
-def until(condition: object, job: Job, seconds: float = 60) -> None:
+def until(condition: object, job: Job, seconds: float = 100) -> None:
     """Waits for something that a running job does."""
     end = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]

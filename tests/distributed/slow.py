@@ -1,7 +1,8 @@
-"""`perdure` with slow storage: `python -m tests.distributed.slow train run.yaml`."""
+"""`perdure` with slow storage, or a full disk on one rank: `python -m tests.distributed.slow train run.yaml`."""
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -28,7 +29,21 @@ def slow(name: str, seconds: float) -> None:
     setattr(LocalStorage, name, wrapped)
 
 
+def full(name: str) -> None:
+    original: Any = getattr(LocalStorage, name)
+
+    def wrapped(self: LocalStorage, path: str, *arguments: Any) -> Any:
+        if ".partial-" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return original(self, path, *arguments)
+
+    setattr(LocalStorage, name, wrapped)
+
+
 if __name__ == "__main__":
+    if os.environ.get("PERDURE_TEST_FULL_RANK") == os.environ["RANK"]:
+        full("create")
+        full("write")
     if WRITES:
         slow("create", WRITES)
         slow("write", WRITES)

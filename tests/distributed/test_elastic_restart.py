@@ -40,7 +40,7 @@ def test_killed_in_the_middle_of_a_save_and_of_a_load_it_comes_back(
     job = jobs.start(tmp_path / "run.yaml", output, module="tests.distributed.slow", **slow)
     jobs.until(lambda: partial(output / "checkpoint") and len(jobs.lines(output)) >= 8, job)
     job.ranks[victim].kill()
-    codes = job.wait(40)
+    codes = job.wait(100)
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] == 1, job.told
     assert f"rank {victim} on" in job.told[1 - victim]
@@ -49,7 +49,7 @@ def test_killed_in_the_middle_of_a_save_and_of_a_load_it_comes_back(
     job = jobs.start(tmp_path / "run.yaml", output, module="tests.distributed.slow", PERDURE_TEST_SLOW_READS="0.3")
     jobs.until(lambda: (tmp_path / f"reading-{victim}").exists(), job)
     job.ranks[victim].kill()
-    codes = job.wait(40)
+    codes = job.wait(100)
     assert codes[1 - victim] == 1, job.told
 
     assert jobs.start(tmp_path / "run.yaml", output).wait(60) == [0, 0]
@@ -107,7 +107,7 @@ def test_ranks_that_do_not_see_one_directory_are_told_so_before_anything_is_trai
     job = jobs.start(
         tmp_path / "run.yaml", tmp_path / "run", module="tests.distributed.apart", PERDURE_SHARED_DEADLINE="1"
     )
-    assert job.wait(60) == [2, 2], job.told
+    assert job.wait(100) == [2, 2], job.told
     for told in job.told:
         assert f"{tmp_path}/run/checkpoint is not one directory for all ranks: rank 1 on " in told
     assert not jobs.lines(tmp_path / "run")

@@ -42,7 +42,7 @@ def config(folder: Path, trouble: str = "", more: str = "") -> Path:
 def test_what_ends_one_rank_ends_all_and_they_say_why(tmp_path: Path, trouble: str, code: int, text: str) -> None:
     job = jobs.start(config(tmp_path, trouble), tmp_path / "run")
     victim = 0 if "rank: 0" in trouble else 1
-    codes = job.wait(50)
+    codes = job.wait(100)
     assert codes[victim] == code, job.told
     assert codes[1 - victim] == 1, job.told
     other = job.told[1 - victim]
@@ -67,9 +67,23 @@ def test_a_rank_that_hangs_is_named_with_what_it_did_last(tmp_path: Path, troubl
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     job = jobs.start(config(tmp_path), tmp_path / "run", size=3, ranks=(0, 2), PERDURE_RANK_DEADLINE="5")
-    assert job.wait(50) == [1, 1]
+    assert job.wait(100) == [1, 1]
     assert "rank 1 did not join within 5 s" in job.told[0]
     assert "rank 1 did not join within 5 s" in job.told[1]
     job = jobs.start(config(tmp_path), tmp_path / "run", size=2, ranks=(1,), PERDURE_RANK_DEADLINE="3")
-    assert job.wait(50) == [1]
+    assert job.wait(100) == [1]
     assert "could not reach rank 0's store at 127.0.0.1:" in job.told[0]
+
+
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_full_disk_on_one_rank_is_told_although_nothing_can_be_written_about_it(
+    tmp_path: Path, background: bool
+) -> None:
+    more = {"module": "tests.distributed.slow", "PERDURE_TEST_FULL_RANK": "1"}
+    run = config(tmp_path)
+    job = jobs.start(run, tmp_path / "run", f"checkpoint.async_save={str(background).lower()}", **more)
+    assert job.wait(100) == [1, 1], job.told
+    for told in job.told:
+        assert "step 4 could not be saved" in told
+        assert "No space left on device" in told
+    assert not list((tmp_path / "run" / "checkpoint").glob("iteration_*"))

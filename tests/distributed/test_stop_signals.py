@@ -12,6 +12,7 @@ import pytest
 from tests.distributed import jobs
 
 from perdure.catalog.root import Root
+from perdure.format.names import LOCK
 
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 138}
 MOMENTS = ("import", "join", "load", "first step", "data", "step", "evaluation", "save", "end")
@@ -32,7 +33,7 @@ def at(moment: str, output: Path, job: jobs.Job) -> None:
     elif moment == "join":
         time.sleep(1.5)
     elif moment == "load":
-        jobs.until(lambda: (output / "checkpoint" / ".lock").exists(), job)
+        jobs.until(lambda: (output / "checkpoint" / LOCK).exists(), job)
     elif moment == "first step":
         jobs.until(lambda: any(output.glob("config-*.yaml")), job)
     else:
@@ -56,7 +57,7 @@ def test_a_signal_to_one_rank_stops_all(straight: Path, tmp_path: Path, rank: in
     job = jobs.start(tmp_path / "run.yaml", tmp_path / "run", PERDURE_RANK_DEADLINE="20")
     at(moment, tmp_path / "run", job)
     job.ranks[rank].send_signal(number)
-    codes = job.wait(60)
+    codes = job.wait(100)
     if moment == "join":
         # Perhaps so early that nobody listened yet.
         assert codes[rank] in (CODES[number], -number), job.told
@@ -73,14 +74,15 @@ def test_a_signal_to_one_rank_stops_all(straight: Path, tmp_path: Path, rank: in
 @pytest.mark.parametrize("background", [False, True])
 def test_signals_at_random_moments_to_one_rank_or_to_all(straight: Path, tmp_path: Path, background: bool) -> None:
     rng = random.Random(3 + background)
-    more = "eval_dataset: {dataloader: {type: Text, path: python-docs, seq_length: 32}}\n"
+    more = "eval_dataset: {dataloader: {type: Text, path: some.txt, seq_length: 32}}\n"
     text = jobs.CONFIG.replace("seed: 42", "seed: 42, eval_interleaved_steps: 3")
     text = text.replace("async_save: true", f"async_save: {str(background).lower()}") + more
     ends: list[list[int]] = []
-    for turn in range(10):
+    for turn in range(5):
         folder = tmp_path / str(turn)
         folder.mkdir()
         (folder / "run.yaml").write_text(text)
+        (folder / "some.txt").write_text("What is trained is evaluated. " * 40)
         job = jobs.start(folder / "run.yaml", folder / "run", PERDURE_RANK_DEADLINE="20")
         at(rng.choice(MOMENTS), folder / "run", job)
         time.sleep(rng.random() * 0.3)
@@ -88,7 +90,7 @@ def test_signals_at_random_moments_to_one_rank_or_to_all(straight: Path, tmp_pat
         for rank in rng.choice([(0,), (1,), (0, 1)]):
             if job.ranks[rank].poll() is None:
                 job.ranks[rank].send_signal(number)
-        codes = job.wait(60)
+        codes = job.wait(100)
         ends.append(codes)
         assert set(codes) <= {0, 1, CODES[number], -number}, job.told
         goes_on(folder, straight)

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from perdure.engine import ranks
 from perdure.engine.watch import Phase, Watch
-from perdure.errors import RanksError
+from perdure.errors import PerdureError, RanksError
 
 __all__ = ["end_process", "join", "leave_together"]
 
@@ -63,6 +63,7 @@ def join(deadline_s: float = ranks.DEADLINE_S) -> None:
         joined=True,
         serves=rank == 0 and not by_launcher,
     )
+    ranks.adopt(watch)
     try:
         _wait_for_all(store, prefix, rank, size, watch, deadline_s)
         # Groups made later, of a mesh say, take these: half an hour otherwise, whatever the first one has.
@@ -74,9 +75,9 @@ def join(deadline_s: float = ranks.DEADLINE_S) -> None:
             backend, store=c10d.PrefixStore(prefix, store), rank=rank, world_size=size, timeout=timeout
         )
     except BaseException as error:
-        watch.fail(f"rank {rank} failed while joining the other ranks: {type(error).__name__}: {error}"[:500])
+        told = error.message if isinstance(error, PerdureError) else f"{type(error).__name__}: {error}"
+        watch.fail(f"rank {rank} failed while joining the other ranks: {' '.join(told.split())[:500]}")
         raise
-    ranks.adopt(watch)
 
 
 def _same_start(store: Any, rank: int, size: int, deadline_s: float) -> str:
