@@ -24,7 +24,8 @@ __all__ = ["Held", "Table", "encode_held", "share_of", "stack_rows"]
 class Table(msgspec.Struct, array_like=True):
     """The tensors of a rank, column by column; `cut` numbers into `cut_shapes` and `cut_pieces`.
 
-    A cut is a global shape and the boxes that the rank has of it; `cut_pieces` says how many boxes.
+    A cut is a global shape and the boxes that the rank has of it; `cut_pieces` says how many boxes are told of, which
+    may be one that is no box.
     """
 
     section: bytes
@@ -57,7 +58,7 @@ class Table(msgspec.Struct, array_like=True):
 class Held:
     """A rank's table and its row of boxes, both encoded.
 
-    A row holds, for each piece of each cut, the offset and then the shape, as 64-bit integers.
+    A row holds, for each piece of each cut, the offset and then the shape, as 64-bit integers; -1 for no piece.
     """
 
     table: bytes
@@ -71,7 +72,9 @@ def encode_held(tensors: Sequence[NamedTensor]) -> Held:
     for index, tensor in enumerate(tensors):
         key = (tensor.shape, tuple(piece.box for piece in tensor.pieces))
         numbers[index] = cuts.setdefault(key, len(cuts))
-    row = [number for _, boxes in cuts for box in boxes for part in box for number in part]
+    # A rank without a piece has the same table as those with one: it marks the place as empty.
+    places = {key: key[1] or ([Box((-1,) * len(key[0]), (-1,) * len(key[0]))] if key[0] else []) for key in cuts}
+    row = [number for boxes in places.values() for box in boxes for part in box for number in part]
     table = Table(
         bytes(SECTIONS.index(t.section) for t in tensors),
         [t.name for t in tensors],
@@ -80,7 +83,7 @@ def encode_held(tensors: Sequence[NamedTensor]) -> Held:
         [t.aliases for t in tensors],
         numbers.tobytes(),
         [shape for shape, _ in cuts],
-        [len(boxes) for _, boxes in cuts],
+        [len(boxes) for boxes in places.values()],
     )
     return Held(msgspec.msgpack.encode(table), np.array(row, dtype="<i8").tobytes())
 

@@ -97,10 +97,14 @@ def find_cut(shape: tuple[int, ...], parts: Sequence[tuple[NDArray[np.int32], In
     """The cut that ranks make of a tensor of `shape`, and why its boxes don't cover the tensor, None where they do.
 
     Args:
-        parts: (ranks, boxes[rank, piece, offset or shape, dimension]) of ranks that have equally many pieces.
+        parts: (ranks, boxes[rank, piece, offset or shape, dimension]) of ranks that tell of equally many pieces; a
+            negative offset stands for none.
     """
     boxes = np.concatenate([b.reshape(b.shape[0] * b.shape[1], 2 * len(shape)) for _, b in parts])
     owners = np.concatenate([np.repeat(ranks, b.shape[1]) for ranks, b in parts])
+    if shape:
+        told = boxes[:, 0] >= 0
+        boxes, owners = boxes[told], owners[told]
     # The columns in which boxes differ are few: one dimension is cut, seldom two.
     varying = [c for c in range(boxes.shape[1]) if len(boxes) and (boxes[:, c] != boxes[0, c]).any()]
     order = np.lexsort((owners, *(boxes[:, c] for c in reversed(varying))))
