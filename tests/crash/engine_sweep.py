@@ -7,10 +7,12 @@ Run as a program, which loads torch once and forks for every try:
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -205,55 +207,44 @@ class Sweep:
         shutil.copytree(self.base, self.path)
         code, said = forked(lambda: self.work(FaultStorage(self.scenario.storage(), at=number, action=action)))
         faults = [] if code == -signal.SIGKILL else [f"the process was not killed: {code} {said}"]
-        return faults + self.look(self.path, _moves(self.operations[: number - (action != "kill-after")]))
+        moves = _moves(self.operations[: number - (action != "kill-after")])
+        faults += inspected([partial(self.inspect, self.path, moves)])[0]
+        shutil.rmtree(self.path)
+        return faults
 
     def cut(self, number: int) -> Iterator[tuple[View, list[str]]]:
         """Faults after a power cut before one operation, view by view."""
         os.mkdir(self.path)
         code, said = forked(lambda: self.work(self._machine(number)))
         shutil.rmtree(self.path)
-        for view in VIEWS:
-            path = f"{self.path}.{view}"
-            if code != 0 or not os.path.isdir(path):
-                yield view, [f"the power was not cut: {code} {said}"]
-            else:
-                yield view, self.look(path, _moves(self.switches[: number - 1], synced=True))
+        moves = _moves(self.switches[: number - 1], synced=True)
+        if code != 0 or not os.path.isdir(f"{self.path}.{VIEWS[-1]}"):
+            yield VIEWS[0], [f"the power was not cut: {code} {said}"]
+            return
+        views = [partial(self.inspect, f"{self.path}.{view}", moves) for view in VIEWS]
+        for view, faults in zip(VIEWS, inspected(views), strict=True):
+            shutil.rmtree(f"{self.path}.{view}")
+            yield view, faults
 
-    def look(self, path: str, moves: int) -> list[str]:
-        """A new process resumes, then does the work again and goes on. Gives what is wrong; the root goes."""
+    def inspect(self, path: str, moves: int) -> list[str]:
+        """Resumes a root, then does the work again and goes on. Gives what is wrong."""
         allowed = self.scenario.truths[moves : moves + 2]
         faults: list[str] = []
-
-        def check(run: Run) -> None:
+        run = Run(self.scenario.frozen)
+        with run.checkpointer(path, self.scenario.storage(), self.background, self.scenario.save_max) as opened:
+            opened.load()
             word = run.word.text
             if word not in allowed:
                 faults.append(f"resumed {word!r}, expected one of {allowed}")
             if run.digest() != Run.after(word, self.scenario.frozen).digest():
                 faults.append(f"what was resumed as {word!r} is another state")
-
-        def resume() -> None:
-            run = Run(self.scenario.frozen)
-            with run.checkpointer(path, self.scenario.storage(), self.background, self.scenario.save_max) as opened:
-                opened.load()
-                check(run)
-            faults.extend(f"left over: {name}" for name in os.listdir(path) if name.startswith("."))
-            if self.scenario.sound and Root(path).iterations():
-                faults.extend(p.what for p in verify(path, read_data=True).problems)
-
-        def go_on() -> None:
-            found = self.finish(path)
-            if found != self.wanted:
-                faults.append(f"the run ended in {found}, not in {self.wanted}")
-            faults.extend(p.what for p in verify(path, read_data=True).problems)
-
-        def both() -> list[str]:
-            resume()
-            go_on()
-            return faults
-
-        code, told = forked(both)
-        shutil.rmtree(path)
-        return told if code == 0 else [f"status {code}", *told]
+        faults += [f"left over: {name}" for name in os.listdir(path) if name.startswith(".")]
+        if self.scenario.sound and Root(path).iterations():
+            faults += [p.what for p in verify(path, read_data=True).problems]
+        found = self.finish(path)
+        if found != self.wanted:
+            faults.append(f"the run ended in {found}, not in {self.wanted}")
+        return faults + [p.what for p in verify(path, read_data=True).problems]
 
     def _machine(self, cut: int) -> Machine:
         return Machine(self.base, self.path, cut, self.scenario.storage is LocalStorage)
@@ -270,6 +261,22 @@ class Sweep:
         flat = _well(whole)
         shutil.rmtree(self.path)
         return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def inspected(looks: Sequence[Callable[[], list[str]]]) -> list[list[str]]:
+    """What each look finds, all of them in one new process; an error that one raises is what it finds."""
+
+    def all_of_them() -> list[str]:
+        found = []
+        for look in looks:
+            try:
+                found.append(json.dumps(look()))
+            except BaseException:
+                found.append(json.dumps([traceback.format_exc()]))
+        return found
+
+    code, lines = forked(all_of_them)
+    return [json.loads(line) for line in lines] if code == 0 else [[f"status {code}", *lines]] * len(looks)
 
 
 def sweep(names: Sequence[str], every: int = 1, paths: Sequence[str] = PATHS) -> Tally:
@@ -323,6 +330,8 @@ if __name__ == "__main__":
     parser.add_argument("--path", choices=PATHS)
     parser.add_argument("--part", default="1/1")
     given = parser.parse_args()
+    # Background saves leave the processor to training; here nobody trains, and everybody would wait for them.
+    os.setpriority = lambda which, who, priority: None
     paths = PATHS if given.path is None else (given.path,)
     part, parts = map(int, given.part.split("/"))
     print(sweep((given.scenarios or list(SCENARIOS))[part - 1 :: parts], given.every, paths).encode())
