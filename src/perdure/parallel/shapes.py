@@ -36,13 +36,24 @@ class Call:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """The model without memory."""
+    """The model without memory.
+
+    Raises:
+        UsageError: it holds something that cannot be copied.
+    """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.to("meta")
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise UsageError(
+            f"pipeline parallelism: {type(model).__name__} cannot be copied, which the shapes between stages are "
+            f"learnt from: {type(error).__name__}: {error}",
+            hint="keep locks, open files and generators out of the model, or give it a __deepcopy__",
+        ) from error
 
 
 class Shapes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -99,6 +100,13 @@ def test_shapes_between_stages_are_known_without_running_anything() -> None:
     assert shapes.between([Call((), {"input_ids": IDS[:, :5]})]) == [((2, 5, 16), torch.bfloat16)] * 2
     with pytest.raises(UsageError, match="micro-batch 1 differs from the first"):
         shapes.between([Call((IDS,), {}), Call((IDS[:1],), {})])
+
+
+def test_a_model_that_cannot_be_copied_is_refused_in_words() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="Sequential cannot be copied, .*cannot pickle"):
+        meta_copy(model)
 
 
 def test_a_model_that_does_not_chain_is_refused_in_words() -> None:
