@@ -26,8 +26,10 @@ from perdure import CheckpointConfig, Checkpointer
 from perdure.engine.progress import Progress
 
 
-def measure(gib: float, tensors: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """All figures at one size."""
+def measure(
+    gib: float, tensors: int, rounds: int, folder: Path, note: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """All figures at one size; `note` gets what there is after each part."""
     model, optimizer = build(gib, tensors)
     state = flat(model, optimizer)
     size = size_of(state)
@@ -54,10 +56,13 @@ def measure(gib: float, tensors: int, rounds: int, folder: Path) -> dict[str, An
         settle()
         warm(folder / "perdure" if name == "perdure" else path_of(folder, name))
 
-    results: dict[str, Any] = {"gib": size / (1 << 30), "tensors": len(state), "memcpy_s": memcpy_seconds(gib)}
+    results: dict[str, Any] = {"machine": machine(), "gib": size / (1 << 30), "tensors": len(state)}
+    results["memcpy_s"] = memcpy_seconds(gib)
     try:
         results["save"] = interleaved(saves, rounds)
+        note(results)
         results["load warm"] = interleaved(loads, rounds, make_warm)
+        note(results)
         if drop_caches():
             if "raw device" in saves:
                 loads = {"raw device": partial(raw_read, folder / "raw"), **loads}
@@ -97,7 +102,8 @@ def main() -> None:
             continue
         folder = Path(tempfile.mkdtemp(prefix="bench-", dir="."))
         try:
-            results = {"machine": machine(), **measure(gib, tensors, options.rounds or rounds, folder)}
+            keep = partial(write_results, "save_load", name)
+            results = measure(gib, tensors, options.rounds or rounds, folder, keep)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         show(results)
