@@ -105,7 +105,7 @@ def test_shapes_between_stages_are_known_without_running_anything() -> None:
 def test_a_model_that_cannot_be_copied_is_refused_in_words() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(UsageError, match="Sequential cannot be copied, .*cannot pickle"):
+    with pytest.raises(UsageError, match=r"Sequential cannot be copied, .*cannot pickle"):
         meta_copy(model)
 
 
