@@ -17,9 +17,11 @@ from torch import nn
 
 from perdure import Checkpoint
 from perdure.cli.main import run
+from perdure.config.load import load_config
 from perdure.errors import MismatchError
 from perdure.models import build_model
 from perdure.models.decoder import Decoder
+from perdure.train.explain import explain
 from perdure.train.trainer import Trainer
 
 LLAMA: dict[str, Any] = {
@@ -357,6 +359,12 @@ def test_no_rank_reads_the_whole_of_their_weights(job: tuple[Path, dict[str, Any
     assert sum(found["reads"]) >= whole * 0.9
     from safetensors.torch import load_file
 
+    given = [
+        f"checkpoint.load_path={folder}/hf", "checkpoint.no_load_optim=true", "model.vocab_size=20000",
+        "model.hidden_size=1024", f"output_dir={folder}/another",
+    ]  # fmt: skip
+    said = explain(load_config(folder / "run.yaml", given), ranks=2)
+    assert (said.problems, said.reads) == ([], found["reads"])
     model = model_of(vocab_size=20000, hidden_size=1024)
     perdure("export", folder / "from-hf" / "checkpoint", "--to", "torch", folder / "weights.pt")
     now = torch.load(folder / "weights.pt", weights_only=True)
