@@ -126,7 +126,7 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, Any] = {"gib": options.gib, "cold": drop_caches()}
     print("cold" if results["cold"] else "warm: this user may not drop the page cache")
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=".") as folder:
         root = f"{folder}/root"
         model, optimizer = build(options.gib)
         with Checkpointer(
