@@ -215,6 +215,9 @@ def test_nothing_is_written_over_and_nothing_half_stays(
 ) -> None:
     iteration = saved(tmp_path / "ours", *trained())
     (tmp_path / "there").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    if kind == "torch":
+        assert run(["export", str(iteration), "--to", kind, str(tmp_path / "empty")]) == 2
     assert run(["export", str(iteration), "--to", kind, str(tmp_path / "there")]) == 2
     assert "exists already" in capsys.readouterr().err
     assert (tmp_path / "there").read_text() == "mine"

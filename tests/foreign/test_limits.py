@@ -155,8 +155,11 @@ def test_a_killed_conversion_leaves_nothing_under_the_final_name(
     for moment in (0, 1, 3):
         assert in_child(lambda moment=moment: killed_at(moment, words)) == -signal.SIGKILL  # type: ignore[misc]
         assert not Path(final).exists()
+    Path(".out.partial-elsewhere-1").touch()
     perdure(*words)
     assert Path(final).exists()
+    # Of what the killed ones left, nothing stays; what another host may be writing does.
+    assert [name for name in os.listdir() if name.startswith(".")] == [".out.partial-elsewhere-1"]
 
 
 # ---- progress

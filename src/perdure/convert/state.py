@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -212,19 +213,29 @@ def placeholder(item: Item) -> Tensor:
 
 
 @contextlib.contextmanager
-def staged(target: str) -> Iterator[str]:
+def staged(target: str, *, directory: bool = True) -> Iterator[str]:
     """A temporary path beside `target` that takes its name when the block ends well, and is removed otherwise.
+
+    What earlier tries of this host left beside it when they were killed is removed first.
+
+    Args:
+        directory: what the target will be; one that exists and is empty may then be taken.
 
     Raises:
         UsageError: the target exists already.
     """
     full = os.path.abspath(target)
-    if os.path.lexists(full) and not (os.path.isdir(full) and not os.path.islink(full) and not os.listdir(full)):
+    empty = directory and os.path.isdir(full) and not os.path.islink(full) and not os.listdir(full)
+    if os.path.lexists(full) and not empty:
         raise UsageError(f"{target} exists already; nothing is written over", hint="name another place, or remove it")
-    if not os.path.isdir(os.path.dirname(full)):
-        raise UsageError(f"{os.path.dirname(full)} is not a directory", hint="make it first")
     head, tail = os.path.split(full)
-    temporary = os.path.join(head, f".{tail}.partial-{os.getpid()}")
+    if not os.path.isdir(head):
+        raise UsageError(f"{head} is not a directory", hint="make it first")
+    stem = f".{tail}.partial-{socket.gethostname()}-"
+    for name in os.listdir(head):
+        if name.startswith(stem) and _is_dead(name.removeprefix(stem)):
+            _remove(os.path.join(head, name))
+    temporary = os.path.join(head, f"{stem}{os.getpid()}")
     try:
         yield temporary
         os.rename(temporary, full)
@@ -232,6 +243,19 @@ def staged(target: str) -> Iterator[str]:
     except BaseException:
         _remove(temporary)
         raise
+
+
+def _is_dead(text: str) -> bool:
+    """Whether `text` is the id of a process that this host no longer has."""
+    if not text.isdecimal() or not text.isascii() or len(text) > 9:
+        return False
+    try:
+        os.kill(int(text), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _remove(path: str) -> None:

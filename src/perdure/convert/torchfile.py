@@ -94,7 +94,7 @@ def write_torch(state: State, target: str, *, advance: Callable[[int], None] = l
     for item in items:
         tensors[item.name] = placeholder(item)
         tensors.update(dict.fromkeys(item.aliases, tensors[item.name]))
-    with staged(target) as path:
+    with staged(target, directory=False) as path:
         with torch.serialization.skip_data():
             torch.save(tensors, path)
         reader: Any = torch._C.PyTorchFileReader(path)
