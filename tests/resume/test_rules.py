@@ -13,7 +13,7 @@ from tests import tiny
 from torch import Tensor, nn
 
 from perdure.catalog.root import Root
-from perdure.errors import DataError, MismatchError, TrainingError
+from perdure.errors import DataError, MismatchError, TrainingError, UsageError
 from perdure.train.history import read_lines, superseded
 
 
@@ -137,6 +137,15 @@ def test_an_optimizer_of_ones_own_keeps_the_ratio_of_its_rates(tmp_path: Path) -
     assert tiny.trace(tmp_path / "a") == tiny.trace(tmp_path / "b")
     rates = [group["lr"] for group in run.optimizer.param_groups]
     assert rates[0] == pytest.approx(rates[1] / 10, rel=1e-12)
+
+
+def test_an_optimizer_of_other_parameters_is_refused_before_training(tmp_path: Path) -> None:
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))])
+
+    with pytest.raises(UsageError, match="updates parameters that are not the model's"):
+        tiny.trainer(tmp_path, 3, given_optimizer=made).train()
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_steps_lowered_and_raised(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

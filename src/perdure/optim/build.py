@@ -20,10 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from perdure.errors import PerdureError, UsageError
 from perdure.importing import KeyFaults, accepted_keys, check_keys, resolve, section_keys
-from perdure.optim.composite import MuonWithAdamW, suits_muon
 from perdure.optim.masters import MixedPrecisionOptimizer, needs_master
 
-__all__ = ["build_optimizer", "decays", "trainable_parameters"]
+__all__ = ["build_optimizer", "decays", "suits_muon", "trainable_parameters"]
 
 _DEFAULTS: dict[str, Any] = {"type": "AdamW", "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -110,6 +109,14 @@ def decays(name: str, parameter: Tensor, include: Sequence[str] = (), exclude: S
     return parameter.ndim > 1 and name.rpartition(".")[2] != "bias"
 
 
+def suits_muon(name: str, parameter: Tensor, is_embedding: bool) -> bool:
+    """Whether Muon's orthogonalised updates make sense for a parameter: a matrix between hidden states, neither an
+    embedding nor an output layer (known by name: `lm_head`, `output`, `output_layer`, `head`, `classifier`)."""
+    owner = name.rpartition(".")[0].rpartition(".")[2]
+    outputs = ("lm_head", "output", "output_layer", "head", "classifier")
+    return parameter.ndim == 2 and not is_embedding and owner not in outputs
+
+
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Names, without wrapper prefixes, and parameters that require a gradient; a shared one once, by its first name."""
     bare = model.module if isinstance(model, DistributedDataParallel) else model
@@ -130,7 +137,10 @@ def _constructor(name: str) -> Callable[..., Any]:
     }
     if name == "LBFGS":
         raise KeyFaults([("optimizer.type", "LBFGS evaluates the loss several times a step and is not supported")])
-    registered["Muon"] = MuonWithAdamW
+    if "Muon" in registered:  # torch has it since 2.9
+        from perdure.optim.muon import MuonWithAdamW
+
+        registered["Muon"] = MuonWithAdamW
     constructor = resolve(name, registered, key="optimizer.type")
     if not callable(constructor):
         raise KeyFaults([("optimizer.type", f"`{name}` is a {type(constructor).__name__}, which cannot be called")])

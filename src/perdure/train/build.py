@@ -175,6 +175,15 @@ def optimizer_and_schedule(config: TrainConfig, model: nn.Module, given: Any, me
             "the optimizer that was passed holds the parameters of the whole model, of which a rank has one stage",
             hint="describe it in the optimizer section",
         )
+    if given is not None and not _holds(given, model):
+        cut = mesh.sharded is not None
+        raise UsageError(
+            "the optimizer that was passed updates parameters that are not the model's"
+            + (", which has got new ones by being sharded" if cut else ""),
+            hint="describe it in the optimizer section"
+            if cut
+            else "pass the module that owns them as (part of) the model",
+        )
     if mesh.pipeline is not None and not any(p.requires_grad for p in model.parameters()):
         raise config.fault(
             "parallelism.pipeline_parallel_layers_per_stage",
@@ -194,6 +203,12 @@ def optimizer_and_schedule(config: TrainConfig, model: nn.Module, given: Any, me
         return schedule.rate(global_step=step, consumed_samples=samples, global_batch_size=size)
 
     return optimizer, rate
+
+
+def _holds(optimizer: Any, model: nn.Module) -> bool:
+    """Whether all that an optimizer updates is the model's."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _keep_ratios(optimizer: Any, peak: float) -> None:

@@ -15,8 +15,8 @@ from perdure.errors import UsageError
 from perdure.importing import KeyFaults
 from perdure.models.decoder import Decoder
 from perdure.optim.build import build_optimizer, decays
-from perdure.optim.composite import MuonWithAdamW
 from perdure.optim.masters import MixedPrecisionOptimizer
+from perdure.optim.muon import MuonWithAdamW
 
 
 class Net(nn.Module):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from perdure.errors import UsageError
-from perdure.optim.composite import CompositeOptimizer, MuonWithAdamW
+from perdure.optim.composite import CompositeOptimizer
+from perdure.optim.muon import MuonWithAdamW
 
 
 def parameters() -> list[nn.Parameter]:

@@ -15,8 +15,8 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Muon, NAdam
 
 from perdure.errors import MismatchError, UnsupportedStateError
 from perdure.format.metadata import TensorRecord
-from perdure.optim.composite import MuonWithAdamW
 from perdure.optim.masters import MixedPrecisionOptimizer
+from perdure.optim.muon import MuonWithAdamW
 from perdure.state.model import parameter_names
 from perdure.state.optimizer import MASTER, OptimizerView, collect_optimizer
 from perdure.state.optimizer_restore import OptimizerRestore, prepare_optimizer
