@@ -280,13 +280,15 @@ def inspected(looks: Sequence[Callable[[], list[str]]]) -> list[list[str]]:
 
 
 def sweep(names: Sequence[str], every: int = 1, paths: Sequence[str] = PATHS) -> Tally:
-    """Every operation of the scenarios on these paths, or each `every`-th try in turn."""
+    """Every operation of the scenarios on these paths; or each `every`-th try, of each scenario on one of them."""
     tally, turn = Tally(), 0
+    all_of_them = product(enumerate(names), enumerate(paths))
+    chosen = [(name, path) for (n, name), (p, path) in all_of_them if every == 1 or n % len(paths) == p]
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         # Once through everything, with no thread left, so that no fork has to import what torch imports on use.
         for word in ("A", "AA"):
             train(os.path.join(folder, "warm"), word)
-        for name, path in product(names, paths):
+        for name, path in chosen:
             run = Sweep(name, path == "async", os.path.join(folder, f"{turn}"))
             key = f"{name} ({path})"
             tally.operations[key] = len(run.operations)

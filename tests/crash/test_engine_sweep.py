@@ -12,8 +12,8 @@ from tests.crash.tally import Tally
 
 HERE = Path(__file__).resolve().parents[2]
 FULL = os.environ.get("PERDURE_CRASH_SWEEP") == "full"
-SAMPLE = 61
-"""A plain run makes every 61st try; PERDURE_CRASH_SWEEP=full makes them all."""
+SAMPLE = 31
+"""A plain run makes every 31st try, on one path of each scenario; PERDURE_CRASH_SWEEP=full makes them all."""
 
 
 @pytest.mark.timeout(7200 if FULL else 600)
@@ -29,5 +29,5 @@ def test_cut_off_anywhere_a_run_resumes_from_the_old_or_the_new_truth_and_ends_a
     assert done.returncode == 0, done.stderr
     tally = Tally.decode(done.stdout)
     assert tally.faults == []
-    assert len(tally.operations) == 22
+    assert len(tally.operations) == (22 if FULL else 11)
     assert tally.tried.total() >= tally.operations.total() // (1 if FULL else SAMPLE)
