@@ -21,7 +21,7 @@ from perdure.format.digest import BLOCK
 
 __all__ = ["SLOTS", "Forward"]
 
-SLOTS = 4
+SLOTS = 2
 _SHARED = "/dev/shm"
 _MARK = 4096
 # Page by page, each rank would take as long to see the memory as to copy it.
