@@ -55,7 +55,10 @@ def locate(path: str | os.PathLike[str], storage: Storage | None = None) -> Loca
     except OSError as error:
         if error.errno not in GONE | NOT_A_FILE:
             raise
-        what = "is not a directory" if root.storage.exists(full) else "does not exist"
+        if error.errno in NOT_A_FILE:
+            what = f"is no directory ({error.strerror})"
+        else:
+            what = "is a file, not a directory" if root.storage.exists(full) else "does not exist"
         raise CheckpointNotFoundError(f"{path} {what}; {expected}") from None
     listing = root.listing()
     if listing.iterations:
