@@ -35,6 +35,7 @@ from perdure.storage.local import LocalStorage
 __all__ = ["Checkpointer", "Loaded"]
 
 Say = Callable[[str], None]
+_TOLD_EVERY_S = 1.0  # a rank whose background save still writes says so to those that wait for it
 
 
 class Checkpointer:
@@ -262,10 +263,10 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Waits for the save under way, if there is one; raises what it raised."""
-        if self._underway is not None:
-            self._underway.thread.join()
-            self.ranks.barrier("waiting for the background save")
-            self._finish_underway()
+        while self._underway is not None:
+            # One rank may have far longer to write than an exchange may take.
+            self._underway.thread.join(_TOLD_EVERY_S)
+            self.poll()
 
     def close(self) -> None:
         """Waits for the save under way and gives the root back."""
@@ -310,16 +311,16 @@ class Checkpointer:
         def make() -> str:
             self._save_root.finish_deletion()
             room = plan.total_bytes - (bytes_of(plan, frozen) if self._links else 0)
-            self._save_root.check_room(room, progress.global_step)
-            staging = stage(self._save_root.root, progress.global_step, self.attempt, identity.sequence)
-            return str(staging.path)
-
-        try:
-            path = self.ranks.decide(make, "preparing the save", str)
-        except OSError as error:
-            if isinstance(error, SaveError):
+            try:
+                self._save_root.check_room(room, progress.global_step)
+                return stage(self._save_root.root, progress.global_step, self.attempt, identity.sequence).path
+            except SaveError:
                 raise
-            raise SaveError(f"step {progress.global_step} could not be saved below {self.path}: {error}") from error
+            except OSError as error:
+                # Here, so that every rank takes it for a save that failed.
+                raise SaveError(f"step {progress.global_step} could not be saved below {self.path}: {error}") from error
+
+        path = self.ranks.decide(make, "preparing the save", str)
         return SaveJob(
             root=self._save_root.root,
             staging=Staging(self._save_root.root, path, progress.global_step, self.attempt, identity.sequence),

@@ -182,7 +182,7 @@ class Restore:
             model_tensors=plan.found,
             links=linkable_files(content.metadata, iteration.path, save_tag(content.commit)),
             bytes_read=count,
-            notes=[*plan.notes, *self._align_masters(plan, weights_only)],
+            notes=[*plan.notes, *self._aligned(plan, weights_only)],
         )
 
     def _load_foreign(self, source: Root, path: str, kind: ForeignKind, weights_only: bool) -> Loaded:
@@ -208,7 +208,7 @@ class Restore:
             ranks=content.ranks,
             model_tensors=plan.found,
             bytes_read=count,
-            notes=[f"made by {WRITERS[kind]}", *plan.notes, *self._align_masters(plan, weights_only)],
+            notes=[f"made by {WRITERS[kind]}", *plan.notes, *self._aligned(plan, weights_only)],
         )
 
     def _renamed(self, metadata: CheckpointMetadata, where: str) -> Renamed | None:
@@ -329,6 +329,10 @@ class Restore:
                 hint=f"name them: checkpoint.base_load_path={described.get('path')}",
             )
         plan.add_model(tensors, metadata.model, frozenset(base.sums))
+
+    def _aligned(self, plan: LoadPlan, weights_only: bool) -> list[str]:
+        """Each rank looks at its own part of the masters, so that they have to agree on what is astray."""
+        return self._ranks.together(lambda: self._align_masters(plan, weights_only), "aligning the masters")
 
     def _align_masters(self, plan: LoadPlan, weights_only: bool) -> list[str]:
         """Masters that were not loaded take the model's values, by name; then all must round to the model."""

@@ -58,16 +58,30 @@ class SaveRunner:
         """
 
         def work() -> CommitRecord | None:
-            commit = job.run(self._write_buffers())
-            deadline = time.monotonic() + SAVE_DEADLINE_S
-            while not self._ranks.is_first and job.root.storage.exists(job.staging.path):
-                if time.monotonic() > deadline:
-                    raise SaveError(f"rank 0 did not publish step {job.common.global_step} in {SAVE_DEADLINE_S:g} s")
-                self._ranks.check()
-                time.sleep(0.002)
-            return commit
+            if not self._ranks.is_first:
+                job.run(self._write_buffers())
+                self._await_first(job)
+                return None
+            try:
+                return job.run(self._write_buffers())
+            finally:
+                self._ranks.post(*_through(job))
 
         return self._ranks.together(work, f"saving step {job.common.global_step}")
+
+    def _await_first(self, job: SaveJob) -> None:
+        """Returns when rank 0 is through: the directory is gone then, or there is word of one that could not go."""
+        deadline, look = time.monotonic() + SAVE_DEADLINE_S, 0.0
+        key, number = _through(job)
+        while job.root.storage.exists(job.staging.path):
+            self._ranks.check()
+            if (now := time.monotonic()) > look:
+                if self._ranks.posted(key) == number:
+                    return
+                look = now + 0.25
+            if now > deadline:
+                raise SaveError(f"rank 0 did not publish step {job.common.global_step} in {SAVE_DEADLINE_S:g} s")
+            time.sleep(0.002)
 
     def expect(self, size: Callable[[], int]) -> None:
         """Asked once how large a snapshot will be (0: not known), has its memory ready before the first one is due."""
@@ -110,3 +124,8 @@ class SaveRunner:
         if self._buffers is None:
             self._buffers = WriteBuffers()
         return self._buffers
+
+
+def _through(job: SaveJob) -> tuple[str, str]:
+    """The word by which rank 0 says that it is through with a save."""
+    return f"through/{job.identity.attempt}", str(job.identity.sequence)

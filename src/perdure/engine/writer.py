@@ -281,6 +281,7 @@ class _Writing:
 
     def _work(self, buffers: WriteBuffers, until: int) -> None:
         buffer = buffers.free.get()
+        chunk = None
         try:
             while (chunk := self._take(until)) is not None:
                 data = self._filled(chunk, buffer)
@@ -289,6 +290,9 @@ class _Writing:
                 self._writer.pwrite(data[:padded], chunk.offset)
         except BaseException as error:
             self._fail(error)
+            if chunk is not None and chunk.heir is not None and not chunk.heir.done():
+                # The worker that has the next chunk waits for it.
+                chunk.heir.set_exception(error)
         finally:
             buffers.free.put(buffer)
 

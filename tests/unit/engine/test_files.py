@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -14,8 +16,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
+from perdure.engine import writer
 from perdure.engine.reader import Fill, read_tensors
-from perdure.engine.writer import FileEntry, WriteBuffers, WrittenFile, write_file
+from perdure.engine.writer import CHUNK, FileEntry, WriteBuffers, WrittenFile, write_file
 from perdure.errors import DamagedCheckpointError
 from perdure.format.box import Box, whole
 from perdure.format.digest import BLOCK, digest_bytes
@@ -434,3 +437,24 @@ def test_what_the_live_tensor_does_meanwhile_cannot_break_a_digest(tmp_path: Pat
     target = torch.ones(1000)
     read(source, {"x": target})
     assert not target.any()
+
+
+def test_a_chunk_that_cannot_be_filled_keeps_no_worker_waiting_for_its_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second_taken = threading.Event()
+    filled = writer._Writing._filled
+
+    def first_fails(self: writer._Writing, chunk: writer._Chunk, buffer: mmap.mmap) -> memoryview:
+        if chunk.offset:
+            second_taken.set()
+            return filled(self, chunk, buffer)
+        second_taken.wait(30)
+        raise MemoryError("no room for a chunk")
+
+    monkeypatch.setattr(writer._Writing, "_filled", first_fails)
+    entry = FileEntry("w", "F32", torch.zeros(CHUNK // 2))
+    two = WriteBuffers(workers=2)
+    with pytest.raises(MemoryError, match="no room"):
+        write_file(LocalStorage(), str(tmp_path / "f"), "f", [entry], {}, two)
+    two.close()
