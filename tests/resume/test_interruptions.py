@@ -38,7 +38,7 @@ def finish_and_compare(output: Path, straight: Path) -> None:
 
 def dying(monkeypatch: pytest.MonkeyPatch, **fault: Any) -> None:
     """From here on, whoever opens a root gets a storage that fails or dies."""
-    monkeypatch.setattr(engine, "LocalStorage", lambda: FaultStorage(LocalStorage(), **fault))
+    monkeypatch.setattr(engine, "LocalStorage", lambda **settings: FaultStorage(LocalStorage(), **fault))
 
 
 @pytest.mark.parametrize("step", range(STEPS - 1))
@@ -57,7 +57,7 @@ def test_killed_at_any_operation_of_any_save(
     straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     counting = FaultStorage(LocalStorage())
-    monkeypatch.setattr(engine, "LocalStorage", lambda: counting)
+    monkeypatch.setattr(engine, "LocalStorage", lambda **settings: counting)
     tiny.trainer(tmp_path / "counted", STEPS).train()
     total, rng = len(counting.log), random.Random(5 + background)
     kills = 0

@@ -50,7 +50,7 @@ def stepped(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, storage: Any) -> None:
-    monkeypatch.setattr(engine, "LocalStorage", lambda: storage)
+    monkeypatch.setattr(engine, "LocalStorage", lambda **settings: storage)
 
 
 # ---- the moment of the snapshot
