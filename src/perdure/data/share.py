@@ -40,23 +40,8 @@ class Share:
 
     def runs_of(self, step: StepRange) -> Iterator[Runs]:
         """The kept positions of each of this rank's micro-batches of a step."""
-        return self._of_ranks(step, range(self.rank, step.global_batch_size // self.local_batch_size, self.ranks))
-
-    def all_runs_of(self, step: StepRange) -> Iterator[Runs]:
-        """The kept positions of every rank's micro-batches of a step, in the order of the stream."""
-        return self._of_ranks(step, range(step.global_batch_size // self.local_batch_size))
-
-    def steps(self, consumed: int, steps: int | None) -> Iterator[StepRange]:
-        """The next steps from a position; None: without end."""
-        done = 0
-        while steps is None or done < steps:
-            step = self.plan.step_range(consumed)
-            yield step
-            consumed = step.last
-            done += 1
-
-    def _of_ranks(self, step: StepRange, numbers: range) -> Iterator[Runs]:
         skips, size = self.plan.skips, self.local_batch_size
+        numbers = range(self.rank, step.global_batch_size // size, self.ranks)
         if step.last - step.first == step.global_batch_size:
             # Nothing is skipped inside.
             for number in numbers:
@@ -68,6 +53,15 @@ class Share:
             first = skips.position_of(kept + number * size)
             last = skips.position_of(kept + (number + 1) * size - 1) + 1
             yield tuple((run.start, run.stop) for run in skips.runs(first, last))
+
+    def steps(self, consumed: int, steps: int | None) -> Iterator[StepRange]:
+        """The next steps from a position; None: without end."""
+        done = 0
+        while steps is None or done < steps:
+            step = self.plan.step_range(consumed)
+            yield step
+            consumed = step.last
+            done += 1
 
 
 def make_share(

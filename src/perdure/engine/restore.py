@@ -31,7 +31,7 @@ from perdure.engine.ranks import Ranks
 from perdure.engine.reader import ShardSource
 from perdure.engine.renamed import under_old_names
 from perdure.engine.saveroot import SaveRoot
-from perdure.engine.streams import devices_of, settle
+from perdure.engine.streams import devices_of, join, settle
 from perdure.engine.told import Told
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError
 from perdure.format.collector import collector_paused
@@ -258,13 +258,15 @@ class Restore:
         self._laps.end("plan")
         threads = max(READERS, self._config.reshard_worker_num)
         verify = self._config.verify_on_load != "off"
-        settle(devices_of(piece.tensor for fill in plan.fills for piece in fill.pieces))
+        devices = devices_of(piece.tensor for fill in plan.fills for piece in fill.pieces)
+        settle(devices)
         if checkable is not None and self._config.verify_on_load == "first":
             self._ranks.together(lambda: self._check_share(*checkable), "checking the checkpoint")
         if self._balanced:
             count = read_balanced(source, plan.fills, metadata, self._ranks, threads=threads, verify=verify)
         else:
             count = self._ranks.together(lambda: plan.read(source, threads=threads, verify=verify), "loading")
+        join(devices)
         if checkable is not None and self._config.verify_on_load == "first":
             note = compare_loaded(source, plan.fills, self._ranks, plan.where)
             plan.notes += [note] if note else []

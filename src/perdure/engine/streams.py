@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["devices_of", "settle"]
+__all__ = ["devices_of", "join", "settle"]
 
 
 def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
@@ -19,3 +19,9 @@ def settle(devices: Iterable[torch.device]) -> None:
     """Returns when what this thread has under way on the devices is done; other threads have streams of their own."""
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
+
+
+def join(devices: Iterable[torch.device]) -> None:
+    """Returns when what any thread has under way on the devices is done, whatever stream the caller goes on in."""
+    for device in devices:
+        torch.cuda.synchronize(device)

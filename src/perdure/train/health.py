@@ -90,7 +90,8 @@ class HealthMonitor:
             why = why or f"{high} for {self.above} steps in a row"
         if not (why or high):
             self.onset = None
-        elif self.onset is None:
+        elif self.onset is None or self.onset > position:
+            # A row that begins ahead of the position was seen in data that have begun afresh since.
             self.onset = position
         hold = bool(why) and self.limits.on_spike != "mark"
         self._remember(loss, norm)

@@ -66,8 +66,16 @@ class History:
             self._flush()
             if self._fd < 0 or self._hasher is None:
                 return 0, ""
-            os.fsync(self._fd)
-            return self.size, "xxh3-128:" + self._hasher.hexdigest()
+            told = self.size, "xxh3-128:" + self._hasher.hexdigest()
+            fd = os.dup(self._fd)
+        # Outside of the lock: no step waits for a disk.
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._path) from error
+        finally:
+            os.close(fd)
+        return told
 
     def close(self) -> None:
         with self._lock:

@@ -156,3 +156,12 @@ def test_what_is_left_out_is_recorded_and_joined() -> None:
     assert LeftOut.of(json.loads(json.dumps({"left_out": left.record()}))) == left
     assert (LeftOut(((4, 8),)) | left).ranges == left.ranges
     assert LeftOut.of({}) == LeftOut()
+
+
+def test_a_row_that_began_in_other_data_goes_on_in_the_present_ones() -> None:
+    watched = monitor(global_norm_skip_threshold=5.0, global_norm_skip_time=2, on_spike="rollback")
+    watched.judge(31000, 3.0, 6.0, never)
+    afresh = monitor(global_norm_skip_threshold=5.0, global_norm_skip_time=2, on_spike="rollback")
+    afresh.load_state_dict(watched.state_dict())
+    verdict = afresh.judge(0, 3.0, 6.0, never)
+    assert (verdict.go_back, verdict.onset) == (True, 0)
