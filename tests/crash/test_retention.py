@@ -17,8 +17,11 @@ from tests.crash.engine_run import Run, rewind, train
 
 from perdure import Progress
 from perdure.catalog.choose import choose
+from perdure.catalog.lock import RootLock
+from perdure.catalog.publish import set_tracker
 from perdure.catalog.root import Root
 from perdure.catalog.verify import verify
+from perdure.cli.prune import command
 from perdure.errors import SaveError
 from perdure.storage.faults import FaultStorage
 from perdure.storage.local import LocalStorage
@@ -353,3 +356,19 @@ def test_readers_of_a_busy_root_always_find_a_whole_iteration(tmp_path: Path) ->
     assert status == 0
     assert looks > 10
     assert verify(root, read_data=True).ok
+
+
+def test_pruning_goes_by_what_stands_once_it_holds_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Root(tmp_path)
+    for number in (1, 2, 3):
+        build_checkpoint(root, number, sequence=number, parent=number - 1)
+    set_tracker(root, 3)
+    acquire = RootLock.acquire
+
+    def after_a_rewind(directory: str, *, attempt: str) -> RootLock:
+        rewind(str(tmp_path), 1)
+        return acquire(directory, attempt=attempt)
+
+    monkeypatch.setattr(RootLock, "acquire", after_a_rewind)
+    command.main([str(tmp_path), "--keep", "1"], standalone_mode=False)
+    assert hold(tmp_path) == [1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from pathlib import Path
 
@@ -27,20 +28,19 @@ def command(root: Path, most: int, dry_run: bool, as_json: bool) -> int:
     The one that a resume would take always stays, and so does what belongs to another run.
     """
     place = locate(str(root)).root
-    chosen = choose(place).iteration
-    pinned = {chosen.commit.sequence: "a resume would take it"}
-    verdicts = keep(place.iterations(), most, lineage=chosen.commit.lineage, pinned=pinned)
     warnings: list[str] = []
-    if not dry_run:
-        lock = RootLock.acquire(place.path, attempt=f"prune-{uuid.uuid4().hex[:8]}")
-        try:
-            for iteration, verdict in verdicts.items():
-                if verdict.remove and not (told := remove(place, iteration)):
-                    append_event(place, "remove", iteration=iteration.iteration, sequence=iteration.commit.sequence)
-                elif verdict.remove:
-                    warnings += told
-        finally:
-            lock.release()
+    with contextlib.ExitStack() as stack:
+        if not dry_run:
+            # First of all: what is found then stands until it is acted upon.
+            stack.callback(RootLock.acquire(place.path, attempt=f"prune-{uuid.uuid4().hex[:8]}").release)
+        chosen = choose(place).iteration
+        pinned = {chosen.commit.sequence: "a resume would take it"}
+        verdicts = keep(place.iterations(), most, lineage=chosen.commit.lineage, pinned=pinned)
+        for iteration in [] if dry_run else [i for i, verdict in verdicts.items() if verdict.remove]:
+            told = remove(place, iteration)
+            warnings += told
+            if not told:
+                append_event(place, "remove", iteration=iteration.iteration, sequence=iteration.commit.sequence)
     done = "would go" if dry_run else "removed"
     rows = [(i.dirname, done if v.remove else "stays", v.reason) for i, v in verdicts.items()]
     if as_json:

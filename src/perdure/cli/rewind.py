@@ -26,12 +26,12 @@ def command(root: Path, target: int) -> None:
     Later iterations stay on disk as a branch, until retention or you remove them.
     """
     place = locate(str(root)).root
-    iteration = place.find(target)
-    if iteration is None:
-        have = ", ".join(str(i.iteration) for i in place.iterations()) or "none"
-        raise CheckpointNotFoundError(f"{root} holds no committed iteration {target}; it has {have}")
     lock = RootLock.acquire(place.path, attempt=f"rewind-{uuid.uuid4().hex[:8]}")
     try:
+        iteration = place.find(target)
+        if iteration is None:
+            have = ", ".join(str(i.iteration) for i in place.iterations()) or "none"
+            raise CheckpointNotFoundError(f"{root} holds no committed iteration {target}; it has {have}")
         before = place.tracker().text
         set_tracker(place, target)
         append_event(place, "rewind", to=target, sequence=iteration.commit.sequence, tracker_before=before)
