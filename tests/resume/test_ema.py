@@ -102,7 +102,10 @@ def test_evaluated_it_leaves_training_as_it_was(tmp_path: Path) -> None:
 
 def test_exported_it_is_a_model_to_start_from(tmp_path: Path) -> None:
     average = EMA(DECAY, export=str(tmp_path / "averaged"))
+    (tmp_path / "averaged").mkdir()
+    (tmp_path / "averaged" / "model.safetensors.partial").write_bytes(b"of a run that was killed while it wrote")
     tiny.trainer(tmp_path / "a", 6, callbacks=(average,)).train()
+    assert [path.name for path in (tmp_path / "averaged").iterdir()] == ["model.safetensors"]
     assert tiny.same(load_file(tmp_path / "averaged" / "model.safetensors"), average.weights)
     given = {"load_path": str(tmp_path / "averaged"), "no_load_optim": True}
     still = {"type": "ConstantWarmUpLR", "warmup_steps": 0, "total_steps": None, "learning_rate": 0.0}

@@ -131,6 +131,9 @@ class EMA(Callback):
         try:
             os.makedirs(self._export, exist_ok=True)
             path = os.path.join(self._export, "model.safetensors")
+            with contextlib.suppress(FileNotFoundError):
+                # What a run that was killed here has left.
+                os.unlink(path + ".partial")
             write_tensors(
                 LocalStorage(), path + ".partial", "model.safetensors", rows, whole, {"format": "pt"}, buffers
             )
