@@ -158,6 +158,8 @@ class Watch:
         self._wanted = self._leaving = False
         # One store serves all: about a thousand requests a second, however many ranks there are.
         self._period = max(PERIOD_S, size / 1000)
+        # The first sign is given at once: whoever dies without one cannot be told from one that never came.
+        self._wake.set()
         self._thread = threading.Thread(target=self._run, name="perdure-watch", daemon=True)
         self._thread.start()
         atexit.register(self.leave)
