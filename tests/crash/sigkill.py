@@ -39,14 +39,26 @@ class Rank:
     lines: IO[str]
 
 
-def job(
-    path: str, rank: int, ranks: int, letter: str, background: bool, store: str, say: Callable[[str], None]
-) -> None:
+@dataclass
+class Start:
+    """One start of a job, and where its ranks meet: at a store that outlives them, as a launcher's does."""
+
+    path: str
+    ranks: int
+    letter: str
+    background: bool
+    number: int
+    port: int
+
+
+def job(this: Start, rank: int, say: Callable[[str], None]) -> None:
     """Resumes and saves after every update, until it is killed. `say` gets the length of what is surely saved."""
-    if ranks > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=PATIENCE_S)
-        )
+    path, letter, background = this.path, this.letter, this.background
+    if this.ranks > 1:
+        patience = timedelta(seconds=PATIENCE_S)
+        store = dist.TCPStore("127.0.0.1", this.port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+        own = dist.PrefixStore(str(this.number), store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=this.ranks, timeout=patience)
     run = Run()
     with run.checkpointer(path, None, background, 3) as checkpointer:
         checkpointer.load()
@@ -62,10 +74,10 @@ def job(
             say(f"saved {done - background}")
 
 
-def start(path: str, ranks: int, letter: str, background: bool, store: str) -> list[Rank]:
+def start(this: Start) -> list[Rank]:
     """Forks the ranks of a job."""
     found = []
-    for rank in range(ranks):
+    for rank in range(this.ranks):
         receiver, sender = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -74,7 +86,7 @@ def start(path: str, ranks: int, letter: str, background: bool, store: str) -> l
             os.close(receiver)
             with os.fdopen(sender, "w", buffering=1) as pipe:
                 try:
-                    job(path, rank, ranks, letter, background, store, lambda line: print(line, file=pipe))
+                    job(this, rank, lambda line: print(line, file=pipe))
                 except BaseException as error:
                     print(f"raised {type(error).__name__}: {error}".replace("\n", " "), file=pipe)
             os._exit(1)
@@ -113,6 +125,7 @@ def chain(ranks: int, background: bool, tries: int, draw: random.Random) -> dict
     faults: list[str] = []
     saved = rewinds = stubborn = 0
     word = ""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "root")
         train(path, "A")
@@ -123,7 +136,7 @@ def chain(ranks: int, background: bool, tries: int, draw: random.Random) -> dict
                 rewind(path, old.iteration)
                 word = word[:-1]
             letter = draw.choice("ABC")
-            jobs = start(path, ranks, letter, background, os.path.join(folder, f"store-{number}"))
+            jobs = start(Start(path, ranks, letter, background, number, server.port))
             first = jobs[0].lines.readline().strip()
             where = f"kill {number}"
             if not first.startswith("loaded ") or not first[7:].startswith(word):

@@ -27,6 +27,8 @@ def kill(ranks: int, how: str, tries: int, seed: int) -> dict[str, int]:
     assert result["faults"] == []
     assert result["kills"] == tries
     assert result["saved"] > 0
+    # A rank whose peer was killed ends by itself.
+    assert result["stubborn"] == 0
     return result
 
 
