@@ -28,7 +28,7 @@ def partial(root: Path) -> bool:
     return root.exists() and any(".partial-" in name for name in os.listdir(root))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_in_the_middle_of_a_save_and_of_a_load_it_comes_back(
     straight: Path, tmp_path: Path, victim: int
 ) -> None:

@@ -30,12 +30,14 @@ def config(folder: Path, trouble: str = "", more: str = "") -> Path:
         pytest.param(
             "raise, hook: on_train_begin", 1, "callback Trouble.on_train_begin failed at step 0", marks=pytest.mark.slow
         ),
-        ("raise, hook: on_train_end", 1, "callback Trouble.on_train_end failed at step 12"),
+        pytest.param(
+            "raise, hook: on_train_end", 1, "callback Trouble.on_train_end failed at step 12", marks=pytest.mark.slow
+        ),
         ("raise, rank: 0", 1, "rank 0 failed at step 3"),
         pytest.param(
             "interrupt", 130, "rank 1 failed at step 3 while training: KeyboardInterrupt", marks=pytest.mark.slow
         ),
-        ("exit", 7, "rank 1 failed at step 3 while training: SystemExit"),
+        pytest.param("exit", 7, "rank 1 failed at step 3 while training: SystemExit", marks=pytest.mark.slow),
         ("kill", -9, "is gone without a word (killed, or out of memory); it was last step 3: training"),
     ],
 )
@@ -52,7 +54,10 @@ def test_what_ends_one_rank_ends_all_and_they_say_why(tmp_path: Path, trouble: s
     assert "terminate called" not in other
 
 
-@pytest.mark.parametrize(("trouble", "last"), [("hang", "step 3: training for"), ("stop", "sign of life")])
+@pytest.mark.parametrize(
+    ("trouble", "last"),
+    [("hang", "step 3: training for"), pytest.param("stop", "sign of life", marks=pytest.mark.slow)],
+)
 def test_a_rank_that_hangs_is_named_with_what_it_did_last(tmp_path: Path, trouble: str, last: str) -> None:
     job = jobs.start(config(tmp_path, trouble), tmp_path / "run", PERDURE_RANK_DEADLINE="6")
     end = time.monotonic() + 80
@@ -65,6 +70,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_did_last(tmp_path: Path, troubl
     assert last in told
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     job = jobs.start(config(tmp_path), tmp_path / "run", size=3, ranks=(0, 2), PERDURE_RANK_DEADLINE="5")
     assert job.wait(100) == [1, 1]

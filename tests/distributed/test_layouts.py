@@ -57,7 +57,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Every pair of layouts is in test_pairs.py; one here goes through the command in a plain run.
+@pytest.mark.parametrize(
+    "layout", [name if "x tensor" in name else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_a_run_goes_on_in_another_layout_and_back(folder: Path, tmp_path: Path, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     output = tmp_path / "run"

@@ -40,6 +40,7 @@ def lines(output: Path, name: str = "metrics.jsonl") -> list[dict[str, object]]:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_and_the_same_command_goes_on(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(CONFIG)
     straight, lost = tmp_path / "straight", tmp_path / "lost"
