@@ -6,15 +6,17 @@ SEED`. Prints {"kills", "saved", "rewinds", "stubborn", "faults"}.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import IO
@@ -49,6 +51,21 @@ class Start:
     background: bool
     number: int
     port: int
+
+
+@contextlib.contextmanager
+def serve() -> Iterator[int]:
+    """A store in a process of its own, since its threads would not survive in the ranks that are forked here."""
+    program = (
+        "import sys, torch.distributed as dist\n"
+        "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "print(store.port, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        yield int(server.stdout.readline())
+        server.kill()
 
 
 def job(this: Start, rank: int, say: Callable[[str], None]) -> None:
@@ -125,8 +142,7 @@ def chain(ranks: int, background: bool, tries: int, draw: random.Random) -> dict
     faults: list[str] = []
     saved = rewinds = stubborn = 0
     word = ""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, serve() as port:
         path = os.path.join(folder, "root")
         train(path, "A")
         word = "A"
@@ -136,7 +152,7 @@ def chain(ranks: int, background: bool, tries: int, draw: random.Random) -> dict
                 rewind(path, old.iteration)
                 word = word[:-1]
             letter = draw.choice("ABC")
-            jobs = start(Start(path, ranks, letter, background, number, server.port))
+            jobs = start(Start(path, ranks, letter, background, number, port))
             first = jobs[0].lines.readline().strip()
             where = f"kill {number}"
             if not first.startswith("loaded ") or not first[7:].startswith(word):
