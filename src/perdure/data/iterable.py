@@ -8,16 +8,16 @@ of reading everything everywhere; the state is then the same on all, and ranks m
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import default_collate
 
 from perdure.data.loader import check_workers, name_of
+from perdure.data.reading import ReadingLoader
 from perdure.data.record import StreamRecord
 from perdure.data.share import Runs, Share, make_share, positions_of
-from perdure.data.stepping import MicroBatch, SteppedLoader
+from perdure.data.stepping import MicroBatch
 from perdure.data.streaming import StreamFetcher, StreamTask
 from perdure.data.workers import Workers, new_board
 from perdure.errors import DataError, MismatchError, UsageError
@@ -26,7 +26,7 @@ from perdure.format.keys import check_seed
 __all__ = ["IterableLoader", "is_iterable"]
 
 
-class IterableLoader(SteppedLoader):
+class IterableLoader(ReadingLoader):
     """Loads an iterable data set, exactly from where its own state says.
 
     The data set is anything that can be iterated over. With `state_dict()` and `load_state_dict(state)`, as
@@ -85,7 +85,6 @@ class IterableLoader(SteppedLoader):
         self._dataset, self.per_rank = _for_rank(dataset, share)
         self._refuse_skips(skip_ranges)
         self._state: dict[str, Any] = {"position": 0, "epoch": 0, "state": None}
-        self._workers: Workers | None = None
 
     @property
     def warnings(self) -> list[str]:
@@ -153,34 +152,25 @@ class IterableLoader(SteppedLoader):
                 hint="use a map-style data set to leave samples out",
             )
 
-    def _close_workers(self) -> None:
-        workers, self._workers = self._workers, None
-        if workers is not None:
-            workers.close()
+    def _make_workers(self) -> Workers:
+        board = new_board(self._num_workers)
+        fetcher = StreamFetcher(
+            self._dataset, self.seed, self._collate, name=self._name, speaks=not self._why_inexact, board=board
+        )
+        return Workers(
+            fetcher,
+            name=self._name,
+            where=lambda index: f"sample {index}",
+            num_workers=self._num_workers,
+            prefetch=self._prefetch,
+            pin_memory=self._pin_memory,
+            board=board,
+        )
 
-    def _begin(self, steps: int | None) -> None:
-        if self._workers is None:
-            board = new_board(self._num_workers)
-            fetcher = StreamFetcher(
-                self._dataset, self.seed, self._collate, name=self._name, speaks=not self._why_inexact, board=board
-            )
-            self._workers = Workers(
-                fetcher,
-                name=self._name,
-                where=lambda index: f"sample {index}",
-                num_workers=self._num_workers,
-                prefetch=self._prefetch,
-                pin_memory=self._pin_memory,
-                board=board,
-            )
-            weakref.finalize(self, self._workers.close)
+    def _tasks(self, steps: int | None) -> Callable[[], Iterator[StreamTask]]:
         begin, dropped = self._beginning()
         share, consumed, alone = self.share, self._consumed, self.per_rank
-        try:
-            self._workers.start(lambda: _tasks(share, consumed, steps, begin, dropped, alone))
-        except DataError:
-            self._close_workers()
-            raise
+        return lambda: _tasks(share, consumed, steps, begin, dropped, alone)
 
     def _beginning(self) -> tuple[Mapping[str, Any], tuple[tuple[int, int], ...]]:
         """Where to begin reading, and which positions to drop from there."""

@@ -7,7 +7,6 @@ workers changes which samples a step has.
 from __future__ import annotations
 
 import operator
-import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -19,9 +18,10 @@ from perdure.data.fetch import Fetcher, Task, where
 from perdure.data.growth import GrownOrder, Stretches
 from perdure.data.identity import differences
 from perdure.data.order import MAX_LENGTH, EpochOrder, Order
+from perdure.data.reading import ReadingLoader
 from perdure.data.record import StreamRecord
 from perdure.data.share import Runs, Share, make_share, positions_of
-from perdure.data.stepping import MicroBatch, StepBatch, SteppedLoader
+from perdure.data.stepping import MicroBatch, StepBatch
 from perdure.data.workers import Workers, new_board
 from perdure.errors import DataError, UsageError
 from perdure.format.keys import check_seed
@@ -32,7 +32,7 @@ __all__ = ["MicroBatch", "ResumableLoader", "StepBatch", "check_workers", "name_
 _AHEAD = 2048
 
 
-class ResumableLoader(SteppedLoader):
+class ResumableLoader(ReadingLoader):
     """Loads a map-style data set from any position of its sample stream.
 
     The data set is anything with `__len__` and `__getitem__(int)`: a list, a torch or a Hugging Face
@@ -99,7 +99,6 @@ class ResumableLoader(SteppedLoader):
         self._collate = collate_fn or default_collate
         # Torch's own collate function draws nothing; a given one may.
         self._draws_random = collate_fn is not None or bool(getattr(dataset, "draws_random", True))
-        self._workers: Workers | None = None
 
     @property
     def stretches(self) -> Stretches:
@@ -179,39 +178,25 @@ class ResumableLoader(SteppedLoader):
             return GrownOrder(self._stretches, self.seed, shuffle=self.shuffle)
         return EpochOrder(self.length, self.seed, shuffle=self.shuffle)
 
-    def _close_workers(self) -> None:
-        workers, self._workers = self._workers, None
-        if workers is not None:
-            workers.close()
+    def _make_workers(self) -> Workers:
+        board = new_board(self._num_workers)
+        fetcher = Fetcher(
+            self._dataset, self.seed, self._collate, name=self._name, draws_random=self._draws_random, board=board
+        )
+        dataset = self._dataset
+        return Workers(
+            fetcher,
+            name=self._name,
+            where=lambda index: where(dataset, index),
+            num_workers=self._num_workers,
+            prefetch=self._prefetch,
+            pin_memory=self._pin_memory,
+            board=board,
+        )
 
-    def _begin(self, steps: int | None) -> None:
-        if self._workers is None:
-            board = new_board(self._num_workers)
-            fetcher = Fetcher(
-                self._dataset,
-                self.seed,
-                self._collate,
-                name=self._name,
-                draws_random=self._draws_random,
-                board=board,
-            )
-            dataset = self._dataset
-            self._workers = Workers(
-                fetcher,
-                name=self._name,
-                where=lambda index: where(dataset, index),
-                num_workers=self._num_workers,
-                prefetch=self._prefetch,
-                pin_memory=self._pin_memory,
-                board=board,
-            )
-            weakref.finalize(self, self._workers.close)
+    def _tasks(self, steps: int | None) -> Callable[[], Iterator[Task]]:
         share, order, consumed = self.share, self._order, self._consumed
-        try:
-            self._workers.start(lambda: _tasks(share, order, consumed, steps))
-        except DataError:
-            self._close_workers()
-            raise
+        return lambda: _tasks(share, order, consumed, steps)
 
     def _micro_batches(self, runs: Sequence[Runs]) -> list[MicroBatch]:
         assert self._workers is not None
