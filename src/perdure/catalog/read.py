@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Iterator
 from types import TracebackType
 from typing import NamedTuple
 
@@ -15,8 +16,9 @@ from perdure.catalog.root import GONE, NOT_A_FILE, read_commit
 from perdure.errors import DamagedCheckpointError
 from perdure.format.commit import CommitRecord
 from perdure.format.common import CommonInfo
-from perdure.format.digest import digest_bytes
-from perdure.format.metadata import CheckpointMetadata, FileRecord, Section, ShardRecord
+from perdure.format.digest import BLOCK, digest_bytes
+from perdure.format.dtypes import BY_SAFETENSORS
+from perdure.format.metadata import CheckpointMetadata, FileRecord, Section, ShardRecord, TensorRecord
 from perdure.format.names import COMMIT, COMMON, METADATA, parse_shard_filename
 from perdure.format.safetensors import Header, header_length, parse_header
 from perdure.storage.base import Directory, FileReader
@@ -177,6 +179,26 @@ class ShardFiles:
         if entry is None:
             raise self._missing_entry(shard.file, section, name)
         return reader, header.data_start + entry.begin
+
+    def block_digests(
+        self, section: Section, name: str, tensor: TensorRecord, shard: ShardRecord, buffer: memoryview
+    ) -> Iterator[tuple[int, int, str]]:
+        """(first byte, bytes, digest) of every block of a shard, as its file holds it; an empty one has one block.
+
+        Args:
+            buffer: room for a block.
+
+        Raises:
+            DamagedCheckpointError: the file or its header isn't what was written.
+            EOFError: the file is shorter than it says.
+            OSError: the storage failed.
+        """
+        size = shard.box.numel * BY_SAFETENSORS[tensor.dtype].itemsize
+        reader, offset = self.locate(section, name, shard)
+        for start in range(0, max(size, 1), BLOCK):
+            piece = buffer[: min(BLOCK, size - start)]
+            reader.pread_into(piece, offset + start)
+            yield start, len(piece), digest_bytes(piece)
 
     def header(self, index: int) -> Header:
         """The checked header of file number `index`."""

@@ -17,7 +17,7 @@ from perdure.catalog.root import Iteration, Root, read_commit
 from perdure.catalog.verify_foreign import verify_foreign
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatTooNewError
 from perdure.format.commit import CommitRecord
-from perdure.format.digest import BLOCK, digest_bytes
+from perdure.format.digest import BLOCK
 from perdure.format.dtypes import BY_SAFETENSORS
 from perdure.format.metadata import CheckpointMetadata, Section, ShardRecord, TensorRecord
 from perdure.format.names import COMMIT, COMMON, METADATA, TRACKER, parse_iteration_dirname
@@ -235,14 +235,11 @@ def _check_shard(
     size = shard.box.numel * BY_SAFETENSORS[tensor.dtype].itemsize
     blocks = shard.blocks or (shard.digest,)
     try:
-        reader, offset = files.locate(section, name, shard)
-        for number, start in enumerate(range(0, max(size, 1), BLOCK)):
-            piece = buffer[: min(BLOCK, size - start)]
-            reader.pread_into(piece, offset + start)
-            advance(len(piece))
-            found, expected = digest_bytes(piece), blocks[number]
+        for number, (start, count, found) in enumerate(files.block_digests(section, name, tensor, shard, buffer)):
+            advance(count)
+            expected = blocks[number]
             if expected and found != expected:
-                block = f" in bytes {start} to {start + len(piece)} of {size}" if shard.blocks else ""
+                block = f" in bytes {start} to {start + count} of {size}" if shard.blocks else ""
                 yield Problem(
                     path,
                     file,

@@ -14,9 +14,7 @@ from perdure.catalog.read import ShardFiles
 from perdure.catalog.report import Problem, Report, problem_of
 from perdure.errors import DamagedCheckpointError
 from perdure.format.box import Box
-from perdure.format.digest import BLOCK, digest_bytes
-from perdure.format.dtypes import BY_SAFETENSORS
-from perdure.format.metadata import Section, ShardRecord, TensorRecord
+from perdure.format.digest import BLOCK
 from perdure.format.mindformers import check_resumable
 from perdure.format.names import COMMON, TRACKER
 from perdure.storage.base import Storage
@@ -108,7 +106,10 @@ def _read_all(
             for shard in tensor.shards:
                 file = content.metadata.files[shard.file].name
                 try:
-                    digests = _digests(files, section, name, tensor, shard, buffer, advance)
+                    digests = []
+                    for _, count, digest in files.block_digests(section, name, tensor, shard, buffer):
+                        digests.append(digest)
+                        advance(count)
                 except (DamagedCheckpointError, OSError) as error:
                     yield problem_of(where, error, file, name)
                     continue
@@ -119,23 +120,3 @@ def _read_all(
                 if known != digests:
                     what = f"{os.path.join(where, file)}: {name[:300]}: not what {first} holds of the same piece"
                     yield Problem(where, file, name, what, hint="one of the two is damaged; neither says which")
-
-
-def _digests(
-    files: ShardFiles,
-    section: Section,
-    name: str,
-    tensor: TensorRecord,
-    shard: ShardRecord,
-    buffer: memoryview,
-    advance: Callable[[int], None],
-) -> list[str]:
-    size = shard.box.numel * BY_SAFETENSORS[tensor.dtype].itemsize
-    reader, offset = files.locate(section, name, shard)
-    found = []
-    for start in range(0, size, BLOCK):
-        piece = buffer[: min(BLOCK, size - start)]
-        reader.pread_into(piece, offset + start)
-        found.append(digest_bytes(piece))
-        advance(len(piece))
-    return found
