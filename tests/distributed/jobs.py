@@ -83,6 +83,11 @@ def start(
     return job
 
 
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that a launcher has started."""
+    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+
 def lines(output: Path, name: str = "metrics.jsonl") -> list[dict[str, object]]:
     """The standing lines of a history; none where it does not exist yet."""
     path = output / name

@@ -63,17 +63,13 @@ def torchrun(folder: Path, output: Path, *options: str, **env: str) -> subproces
         return subprocess.Popen(words, stderr=file, env=jobs.environment(**env), cwd=folder)
 
 
-def ranks_of(launcher: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
-
-
 def test_torchrun_restarts_what_was_killed(straight: Path, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(jobs.CONFIG)
     output, kills = tmp_path / "run", 0
     launcher = torchrun(tmp_path, output, "--max-restarts", "3")
     while launcher.poll() is None and kills < 2:
         if len(jobs.lines(output)) >= 3 + 4 * kills:
-            os.kill(ranks_of(launcher.pid)[kills % 2], signal.SIGKILL)
+            os.kill(jobs.ranks_of(launcher.pid)[kills % 2], signal.SIGKILL)
             kills += 1
             before = len(list(output.glob("config-*.yaml")))
             end = time.monotonic() + 60
@@ -93,7 +89,7 @@ def test_a_launcher_that_dies_takes_its_ranks_along(tmp_path: Path) -> None:
         assert launcher.poll() is None
         assert time.monotonic() < end
         time.sleep(0.05)
-    ranks = ranks_of(launcher.pid)
+    ranks = jobs.ranks_of(launcher.pid)
     launcher.kill()
     launcher.wait()
     end = time.monotonic() + 30

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from perdure.train.history import read_lines, superseded
+from tests.distributed import jobs
 
 CONFIG = """
 training: {steps: 40, local_batch_size: 2, global_batch_size: 8, seed: 42}
@@ -30,15 +29,6 @@ def start(folder: Path, output: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def ranks_of(launcher: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
-
-
-def lines(output: Path, name: str = "metrics.jsonl") -> list[dict[str, object]]:
-    path = output / name
-    return superseded(read_lines(str(path))) if path.exists() else []
-
-
 @pytest.mark.timeout(200)
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_job_and_the_same_command_goes_on(tmp_path: Path) -> None:
@@ -46,15 +36,13 @@ def test_a_killed_rank_ends_the_job_and_the_same_command_goes_on(tmp_path: Path)
     straight, lost = tmp_path / "straight", tmp_path / "lost"
     assert start(tmp_path, straight).wait(90) == 0
     for victim in (1, 0):
-        launcher, before = start(tmp_path, lost), len(lines(lost))
-        while launcher.poll() is None and len(lines(lost)) < before + 6:
+        launcher, before = start(tmp_path, lost), len(jobs.lines(lost))
+        while launcher.poll() is None and len(jobs.lines(lost)) < before + 6:
             time.sleep(0.01)
-        os.kill(ranks_of(launcher.pid)[victim], signal.SIGKILL)
+        os.kill(jobs.ranks_of(launcher.pid)[victim], signal.SIGKILL)
         assert launcher.wait(60) != 0
     assert start(tmp_path, lost).wait(90) == 0
-    keys = ("step", "loss", "learning_rate", "grad_norm", "samples")
-    assert [[m[k] for k in keys] for m in lines(lost)] == [[m[k] for k in keys] for m in lines(straight)]
-    assert [m["ids"] for m in lines(lost, "ledger.jsonl")] == [m["ids"] for m in lines(straight, "ledger.jsonl")]
+    assert jobs.same_run(lost, straight)
     newest = [root / "checkpoint" / "iteration_00000040" for root in (straight, lost)]
     compared = subprocess.run(
         [sys.executable, "-m", "perdure", "diff", "--section", "model", *map(str, newest)],

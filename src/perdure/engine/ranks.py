@@ -180,10 +180,6 @@ class Ranks:
         with self._exchange(doing, of_all=False):
             work.wait()
 
-    def barrier(self, doing: str) -> None:
-        """Waits for every rank, at most the deadline."""
-        self.sum(torch.zeros(1), doing)
-
     # ---- failures outside of an exchange
 
     @contextmanager
