@@ -64,7 +64,7 @@ def test_a_replaced_iteration_that_cannot_be_removed_keeps_no_rank_waiting(tmp_p
             saver.save(progress(2), wait=True)
             if rank == 0:
                 (tmp_path / "out" / "iteration_00000002" / "notes").mkdir()
-            saver.ranks.barrier("leaving something there")
+            saver.ranks.agree(None, "leaving something there")
             saver.save(progress(2, samples=24), wait=True)
 
     assert job(tmp_path / "job", 2, work, deadline_s=60) == [0, 0], told(tmp_path / "job")
