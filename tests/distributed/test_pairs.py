@@ -17,7 +17,7 @@ from perdure import Callback, CheckpointConfig, Checkpointer, Progress, Trainer
 from perdure.catalog.checkpoint import Checkpoint
 from perdure.catalog.fingerprint import fingerprint, total
 from perdure.config.load import load_config_mapping
-from perdure.engine import place
+from perdure.engine import destinations
 from perdure.errors import MismatchError
 from perdure.format.digest import digest_bytes
 from perdure.format.dtypes import BY_SAFETENSORS
@@ -219,7 +219,7 @@ def test_a_load_that_goes_wrong_on_one_rank_is_found_by_the_fingerprint(
     """A copy of one rank that swaps two elements: digests of what was read cannot see it."""
     straight = tmp_path / "straight"
     train(tmp_path, "one", configuration(straight, STEP, False, {}))
-    plain = place.copy_overlap
+    plain = destinations.copy_overlap
 
     def work(rank: int) -> None:
         if rank == 1:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from perdure.data.loader import ResumableLoader
-from perdure.data.shared import SharedLoader
+from perdure.data.group_reading import SharedLoader
 from perdure.errors import DataError, UsageError
 
 class Samples:

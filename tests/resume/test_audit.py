@@ -21,7 +21,7 @@ from perdure.data.samples import sample_word
 from perdure.errors import DataError
 from perdure.format.keys import MASK
 from perdure.train.audit import AuditReport, audit
-from perdure.train.compare import compare
+from perdure.train.compare_ledgers import compare
 from perdure.train.ledger import read_ledger
 
 STEPS, SEED = 18, 3

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from perdure.errors import DataError
 from perdure.train.audit import audit
-from perdure.train.compare import compare
+from perdure.train.compare_ledgers import compare
 from perdure.train.ledger import read_ledger
 
 STEPS = 14

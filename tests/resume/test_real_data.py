@@ -14,7 +14,7 @@ import torch
 
 from perdure import Callback, Trainer
 from perdure.train.audit import audit
-from perdure.train.compare import compare
+from perdure.train.compare_ledgers import compare
 from perdure.train.history import read_lines
 from perdure.train.ledger import read_ledger
 

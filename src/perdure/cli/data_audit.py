@@ -9,7 +9,7 @@ import click
 
 from perdure.cli import render
 from perdure.train.audit import LEDGER, AuditReport, audit
-from perdure.train.compare import Comparison, compare
+from perdure.train.compare_ledgers import Comparison, compare
 from perdure.train.ledger import read_ledger
 
 __all__ = ["command"]

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from perdure.engine.demand import Listing, Part, Unit, divide
+from perdure.engine.destinations import as_dtype, copy_overlap, in_place, overlap
 from perdure.engine.forward import SLOTS, Forward
-from perdure.engine.place import as_dtype, copy_overlap, in_place, overlap
 from perdure.engine.ranks import Ranks
 from perdure.engine.reader import Fill, ShardSource, read_tensors
 from perdure.engine.writer import memory_of

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.engine.place import distinct, near, overlap
+from perdure.engine.destinations import distinct, near, overlap
 from perdure.engine.reader import Fill
 from perdure.format.box import Box
 from perdure.format.digest import BLOCK

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from perdure.engine.place import as_dtype, copy_overlap, distinct, in_place, meets, near, overlap
+from perdure.engine.destinations import as_dtype, copy_overlap, distinct, in_place, meets, near, overlap
 from perdure.engine.writer import memory_of
 from perdure.errors import DamagedCheckpointError
 from perdure.format.box import Box, intersect

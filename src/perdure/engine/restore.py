@@ -20,8 +20,8 @@ from perdure.catalog.verify import check_data
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.balance import read_balanced
 from perdure.engine.base import Base
-from perdure.engine.compare import compare_loaded
-from perdure.engine.find import find_checkpoint
+from perdure.engine.broadcast_json import Told
+from perdure.engine.find_checkpoint import find_checkpoint
 from perdure.engine.laps import Laps
 from perdure.engine.linked import Linkable, linkable_files
 from perdure.engine.live import Live
@@ -32,7 +32,7 @@ from perdure.engine.reader import ShardSource
 from perdure.engine.renamed import under_old_names
 from perdure.engine.saveroot import SaveRoot
 from perdure.engine.streams import devices_of, join, settle
-from perdure.engine.told import Told
+from perdure.engine.verify_on_load import compare_loaded
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError
 from perdure.format.collector import collector_paused
 from perdure.format.common import CommonInfo

@@ -18,7 +18,7 @@ from perdure.catalog.root import Iteration, Root
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.priority import lower_priority
 from perdure.engine.ranks import Ranks
-from perdure.engine.shared import check_shared
+from perdure.engine.same_directory import check_shared
 from perdure.errors import SaveError, UsageError
 from perdure.storage.base import Storage
 

@@ -12,7 +12,7 @@ from perdure.catalog.foreign import WRITERS, list_foreign, read_foreign
 from perdure.catalog.read import ShardFiles, read_iteration
 from perdure.catalog.root import Iteration, Root
 from perdure.config.schema import CheckpointConfig, TrainConfig
-from perdure.engine.find import find_checkpoint
+from perdure.engine.find_checkpoint import find_checkpoint
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.engine.restore import check_foreign

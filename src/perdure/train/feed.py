@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from perdure.config.schema import TrainConfig
+from perdure.data.group_reading import SharedLoader
 from perdure.data.iterable import IterableLoader, is_iterable
 from perdure.data.loader import ResumableLoader
-from perdure.data.shared import SharedLoader
 from perdure.data.stepping import SteppedLoader
 from perdure.engine.ranks import DEADLINE_S, Ranks
 from perdure.parallel.mesh import Mesh
