@@ -372,3 +372,27 @@ def test_pruning_goes_by_what_stands_once_it_holds_the_root(tmp_path: Path, monk
     monkeypatch.setattr(RootLock, "acquire", after_a_rewind)
     command.main([str(tmp_path), "--keep", "1"], standalone_mode=False)
     assert hold(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("save_max", [1, 2, 3])
+def test_a_branch_that_was_left_does_not_outlive_what_the_newest_falls_back_to(tmp_path: Path, save_max: int) -> None:
+    root = str(tmp_path / "root")
+    double = {"a": 1, "ab": 2, "abc": 4, "abcd": 6, "abx": 3, "abxy": 5, "abxyz": 7}.__getitem__
+    train(root, "abcd", save_max=9, numbered=double)
+    rewind(root, 2)
+    train(root, "abx", save_max=save_max, numbered=double)
+    assert 3 in hold(tmp_path / "root")
+    assert (2 in hold(tmp_path / "root")) == (save_max > 1)
+    assert len(hold(tmp_path / "root")) == save_max
+    train(root, "abxyz", save_max=save_max, numbered=double)
+    assert hold(tmp_path / "root") == {1: [7], 2: [5, 7], 3: [3, 5, 7]}[save_max]
+
+
+def test_prune_keeps_what_the_newest_falls_back_to_before_a_branch_that_was_left(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    double = {"a": 1, "ab": 2, "abc": 4, "abcd": 6, "abx": 3}.__getitem__
+    train(root, "abcd", save_max=9, numbered=double)
+    rewind(root, 2)
+    train(root, "abx", save_max=9, numbered=double)
+    assert command.main([root, "--keep", "2"], standalone_mode=False) == 0
+    assert hold(tmp_path / "root") == [2, 3]

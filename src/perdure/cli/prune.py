@@ -11,7 +11,7 @@ import click
 from perdure.catalog.choose import choose, locate
 from perdure.catalog.events import append_event
 from perdure.catalog.lock import RootLock
-from perdure.catalog.retention import keep, remove
+from perdure.catalog.retention import keep, nearest_ancestor, remove
 from perdure.cli import render
 
 __all__ = ["command"]
@@ -35,7 +35,12 @@ def command(root: Path, most: int, dry_run: bool, as_json: bool) -> int:
             stack.callback(RootLock.acquire(place.path, attempt=f"prune-{uuid.uuid4().hex[:8]}").release)
         chosen = choose(place).iteration
         pinned = {chosen.commit.sequence: "a resume would take it"}
-        verdicts = keep(place.iterations(), most, lineage=chosen.commit.lineage, pinned=pinned)
+        iterations = place.iterations()
+        own = [i for i in iterations if i.commit.lineage == chosen.commit.lineage]
+        nearest = nearest_ancestor(place, own, chosen.commit.sequence) if most > 1 else None
+        if nearest is not None:
+            pinned[nearest.commit.sequence] = "a resume would take it if that one is damaged"
+        verdicts = keep(iterations, most, lineage=chosen.commit.lineage, pinned=pinned)
         for iteration in [] if dry_run else [i for i, verdict in verdicts.items() if verdict.remove]:
             told = remove(place, iteration)
             warnings += told

@@ -13,7 +13,7 @@ from perdure.catalog.events import append_event, damage_marks, read_events
 from perdure.catalog.lineage import ancestors, links, next_sequence
 from perdure.catalog.lock import RootLock
 from perdure.catalog.publish import recover, set_tracker
-from perdure.catalog.retention import delete, keep, withdraw
+from perdure.catalog.retention import delete, keep, nearest_ancestor, withdraw
 from perdure.catalog.root import Iteration, Root
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.priority import lower_priority
@@ -199,17 +199,7 @@ class SaveRoot:
         hidden = []
         try:
             iterations = self.root.iterations()
-            pinned = {}
-            tracked = self.root.tracker().iteration
-            for iteration in iterations:
-                own = iteration.commit.lineage == self.lineage
-                if own and iteration.iteration == tracked:
-                    pinned[iteration.commit.sequence] = "named by the tracker"
-            healthy = [i for i in iterations if i.commit.lineage == self.lineage and i.commit.healthy]
-            if self._config.load_healthy and healthy:
-                newest = max(healthy, key=lambda i: i.commit.sequence)
-                pinned.setdefault(newest.commit.sequence, "newest healthy")
-            pinned[self.sequence] = "just saved"
+            pinned = self._pinned([i for i in iterations if i.commit.lineage == self.lineage])
             verdicts = keep(iterations, self._config.save_max, lineage=self.lineage, pinned=pinned)
             for iteration, verdict in verdicts.items():
                 if verdict.remove:
@@ -222,6 +212,23 @@ class SaveRoot:
         except OSError as error:
             self._say(f"warning: old iterations could not be removed now: {error}")
         return hidden
+
+    def _pinned(self, own: list[Iteration]) -> dict[int, str]:
+        """The sequences of this run that stay whatever the count, with the reason: RESUME.md, Retention."""
+        pinned = {}
+        tracked = self.root.tracker().iteration
+        for iteration in own:
+            if iteration.iteration == tracked:
+                pinned[iteration.commit.sequence] = "named by the tracker"
+        healthy = [i.commit.sequence for i in own if i.commit.healthy]
+        if self._config.load_healthy and healthy:
+            pinned.setdefault(max(healthy), "newest healthy")
+        pinned[self.sequence] = "just saved"
+        if len(pinned) < self._config.save_max:
+            nearest = nearest_ancestor(self.root, own, self.sequence)
+            if nearest is not None:
+                pinned.setdefault(nearest.commit.sequence, "taken if the newest is damaged")
+        return pinned
 
     def _open(self) -> None:
         try:
