@@ -43,7 +43,7 @@ def test_killed_in_the_middle_of_a_save_and_of_a_load_it_comes_back(
     codes = job.wait(100)
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] == 1, job.told
-    assert f"rank {victim} on" in job.told[1 - victim]
+    assert f"rank {victim}" in job.told[1 - victim]  # the store goes with rank 0, and may be missed first
     assert all(i.commit.ranks == 2 for i in Root(str(output / "checkpoint")).iterations())
 
     job = jobs.start(tmp_path / "run.yaml", output, module="tests.distributed.slow", PERDURE_TEST_SLOW_READS="0.3")
