@@ -97,6 +97,23 @@ def test_unknown_option_is_told_in_our_manner(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["ls", "s3://bucket/run"],
+        ["data", "prepare", "a.txt", "-o", "gs://bucket/a.bin"],
+        ["export", "run", "--to", "huggingface", "hdfs://host/weights"],
+    ],
+)
+def test_an_address_is_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(words) == 2
+    assert "is an address; expected a path of a mounted file system" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     ("error", "code"),
     [
         (errors.PerdureError("it broke", hint="mend it"), 1),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from perdure.cli import render
+from perdure.cli.paths import FilePath
 
 if TYPE_CHECKING:
     from perdure.train.measure import Measured, Observed
@@ -19,8 +20,8 @@ _DAY = 86400.0
 
 
 @click.command("bench")
-@click.argument("path", type=click.Path(exists=True, file_okay=False), default=".")
-@click.option("--config", type=click.Path(), help="A configuration whose model and optimizer are measured.")
+@click.argument("path", type=FilePath(exists=True, file_okay=False), default=".")
+@click.option("--config", type=FilePath(), help="A configuration whose model and optimizer are measured.")
 @click.option("--gib", type=click.FloatRange(min=0.001), help="Size of a made-up state; default: the root's, or 1.")
 @click.option("--failures-per-day", type=click.FloatRange(min=0, min_open=True), help="Default: as observed, or 1.")
 @click.option("--step-seconds", type=click.FloatRange(min=0, min_open=True), help="Default: as observed.")

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from perdure.cli import render
+from perdure.cli.paths import FilePath
 from perdure.train.audit import LEDGER, AuditReport, audit
 from perdure.train.compare_ledgers import Comparison, compare
 from perdure.train.ledger import read_ledger
@@ -18,10 +19,10 @@ _SHOWN = 20
 
 
 @click.command("audit")
-@click.argument("output_dir", type=click.Path(path_type=Path))
-@click.option("--against", type=click.Path(path_type=Path), help="The output_dir of a run to compare with.")
+@click.argument("output_dir", type=FilePath(path_type=Path))
+@click.option("--against", type=FilePath(path_type=Path), help="The output_dir of a run to compare with.")
 @click.option(
-    "--save-path", type=click.Path(path_type=Path), help="Where the checkpoints are; default: OUTPUT_DIR/checkpoint."
+    "--save-path", type=FilePath(path_type=Path), help="Where the checkpoints are; default: OUTPUT_DIR/checkpoint."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def command(output_dir: Path, against: Path | None, save_path: Path | None, as_json: bool) -> int:

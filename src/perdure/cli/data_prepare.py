@@ -8,14 +8,15 @@ import click
 import msgspec
 
 from perdure.cli import render
+from perdure.cli.paths import FilePath
 from perdure.data.prepare import prepare
 
 __all__ = ["command"]
 
 
 @click.command("prepare")
-@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The token file, named `*.bin`.")
+@click.argument("inputs", nargs=-1, required=True, type=FilePath(path_type=Path))
+@click.option("-o", "--output", required=True, type=FilePath(path_type=Path), help="The token file, named `*.bin`.")
 @click.option(
     "--tokenizer", default="bytes", help="`bytes`, or the path of a `tokenizers` JSON file.", show_default=True
 )

@@ -10,6 +10,7 @@ import click
 from perdure.catalog.diff import DiffReport, TensorDiff, diff
 from perdure.catalog.fingerprint import by_section, fingerprint
 from perdure.cli import render
+from perdure.cli.paths import FilePath
 from perdure.format.metadata import SECTIONS, Section
 
 __all__ = ["command"]
@@ -18,8 +19,8 @@ _SHOWN = 20
 
 
 @click.command("diff")
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=FilePath(path_type=Path))
+@click.argument("b", type=FilePath(path_type=Path))
 @click.option("--section", type=click.Choice(SECTIONS), help="Compare the tensors of one section only.")
 @click.option("--read-data", is_flag=True, help="Read also what both recorded with the same digests.")
 @click.option("--fingerprint", "with_fingerprint", is_flag=True, help="Read all and tell the fingerprints too.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from perdure.cli import render
+from perdure.cli.paths import FilePath
 
 if TYPE_CHECKING:
     from perdure.train.explain import Explanation
@@ -18,7 +19,7 @@ __all__ = ["command"]
 
 
 @click.command("explain", context_settings={"ignore_unknown_options": True})
-@click.argument("config", type=click.Path())
+@click.argument("config", type=FilePath())
 @click.argument("overrides", nargs=-1)
 @click.option("--ranks", type=click.IntRange(min=1), help="Ranks of the job; default: as many as saved the checkpoint.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from perdure.cli import render
+from perdure.cli.paths import FilePath
 
 __all__ = ["command"]
 
@@ -21,13 +22,13 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 @click.command("export")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=FilePath(path_type=Path))
 @click.option(
     "--to",
     "target",
     required=True,
     nargs=2,
-    type=(click.Choice(FORMATS), click.Path()),
+    type=(click.Choice(FORMATS), FilePath()),
     metavar="FORMAT TARGET",
     help=f"{', '.join(FORMATS)}, and the directory (torch: the file) to write, which must not exist yet.",
 )
@@ -36,7 +37,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 @click.option(
     "--config",
     "config_path",
-    type=click.Path(path_type=Path),
+    type=FilePath(path_type=Path),
     help="huggingface: the run's YAML file, for config.json; default: what the run left beside its checkpoints.",
 )
 @click.option("--ranks", type=click.IntRange(min=1), help="mindformers: how many ranks to cut for; default: 1.")

@@ -9,6 +9,7 @@ import msgspec
 
 from perdure.cli import render
 from perdure.cli.export import RENAME_HELP, rule
+from perdure.cli.paths import FilePath
 
 __all__ = ["command"]
 
@@ -17,8 +18,8 @@ FORMATS = ("torch", "torch-dcp", "huggingface", "mindformers")
 
 @click.command("import")
 @click.option("--from", "kind", required=True, type=click.Choice(FORMATS), help="What SOURCE is.")
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("root", type=click.Path(path_type=Path))
+@click.argument("source", type=FilePath(path_type=Path))
+@click.argument("root", type=FilePath(path_type=Path))
 @click.option("--step", type=click.IntRange(min=0), help="Optimizer steps done; default: as SOURCE says, else 0.")
 @click.option("--consumed-samples", type=click.IntRange(min=0), help="Samples used up; default: step x batch size.")
 @click.option("--global-batch-size", type=click.IntRange(min=1), help="Samples per step; default: as SOURCE says.")

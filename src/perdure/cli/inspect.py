@@ -11,6 +11,7 @@ import msgspec
 
 from perdure.catalog.checkpoint import Checkpoint
 from perdure.cli import render
+from perdure.cli.paths import FilePath
 from perdure.format.metadata import SECTIONS, Section, TensorRecord
 
 __all__ = ["command"]
@@ -19,7 +20,7 @@ _SHOWN = 20
 
 
 @click.command("inspect")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=FilePath(path_type=Path))
 @click.option("--all", "everything", is_flag=True, help=f"Every tensor, not the first {_SHOWN} of each section.")
 @click.option("--section", type=click.Choice(SECTIONS), help="The tensors of one section only.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document, with every tensor.")

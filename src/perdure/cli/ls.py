@@ -14,13 +14,14 @@ from perdure.catalog.foreign import recognise
 from perdure.catalog.root import Iteration, Root, RootListing, TrackerReading
 from perdure.cli import render
 from perdure.cli.ls_foreign import show_foreign
+from perdure.cli.paths import FilePath
 from perdure.errors import CheckpointNotFoundError
 
 __all__ = ["command"]
 
 
 @click.command("ls")
-@click.argument("root", type=click.Path(path_type=Path))
+@click.argument("root", type=FilePath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
 def command(root: Path, as_json: bool) -> None:
     """Lists the iterations under ROOT by the order in which they were saved.

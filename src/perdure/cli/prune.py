@@ -13,12 +13,13 @@ from perdure.catalog.events import append_event
 from perdure.catalog.lock import RootLock
 from perdure.catalog.retention import keep, nearest_ancestor, remove
 from perdure.cli import render
+from perdure.cli.paths import FilePath
 
 __all__ = ["command"]
 
 
 @click.command("prune")
-@click.argument("root", type=click.Path(path_type=Path))
+@click.argument("root", type=FilePath(path_type=Path))
 @click.option("--keep", "most", type=click.IntRange(min=1), default=1, show_default=True, help="How many stay.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")

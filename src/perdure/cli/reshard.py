@@ -8,14 +8,15 @@ from pathlib import Path
 import click
 
 from perdure.cli import render
+from perdure.cli.paths import FilePath
 
 __all__ = ["command"]
 
 
 @click.command("reshard")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=FilePath(path_type=Path))
 @click.option("--ranks", type=click.IntRange(min=1), required=True, help="How many ranks to cut for; 1 merges.")
-@click.option("--to", "target", type=click.Path(path_type=Path), help="New root; default: `ROOT-N-ranks` beside it.")
+@click.option("--to", "target", type=FilePath(path_type=Path), help="New root; default: `ROOT-N-ranks` beside it.")
 @click.option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
 def command(path: Path, ranks: int, target: Path | None, as_json: bool) -> None:
     """Writes PATH, an iteration directory or a root (what a resume would take), for N ranks below a new root.

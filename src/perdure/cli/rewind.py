@@ -12,13 +12,14 @@ from perdure.catalog.events import append_event
 from perdure.catalog.lock import RootLock
 from perdure.catalog.publish import set_tracker
 from perdure.cli import render
+from perdure.cli.paths import FilePath
 from perdure.errors import CheckpointNotFoundError
 
 __all__ = ["command"]
 
 
 @click.command("rewind")
-@click.argument("root", type=click.Path(path_type=Path))
+@click.argument("root", type=FilePath(path_type=Path))
 @click.option("--to", "target", type=int, required=True, help="The iteration to go on from.")
 def command(root: Path, target: int) -> None:
     """Points ROOT at iteration N: the next start resumes from it.

@@ -6,13 +6,14 @@ import os
 
 import click
 
+from perdure.cli.paths import FilePath
 from perdure.train.stop import Stopped, listen
 
 __all__ = ["command"]
 
 
 @click.command("train", context_settings={"ignore_unknown_options": True})
-@click.argument("config", type=click.Path())
+@click.argument("config", type=FilePath())
 @click.argument("overrides", nargs=-1)
 def command(config: str, overrides: tuple[str, ...]) -> int:
     """Train from CONFIG, a YAML file. The same command, started again, resumes.

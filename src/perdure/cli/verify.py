@@ -13,12 +13,13 @@ from perdure.catalog.fingerprint import by_section, fingerprint
 from perdure.catalog.report import Report
 from perdure.catalog.verify import verify
 from perdure.cli import render
+from perdure.cli.paths import FilePath
 
 __all__ = ["command"]
 
 
 @click.command("verify")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=FilePath(path_type=Path))
 @click.option("--read-data", is_flag=True, help="Read every byte of every tensor too.")
 @click.option(
     "--fingerprint",

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from perdure.config.faults import found
+from perdure.format.names import is_address
 from perdure.format.rename import parse_rules
 
 __all__ = [
@@ -78,6 +79,8 @@ def _path(value: object) -> object:
         return value
     if "\0" in value:
         raise _expected("a path without NUL characters")
+    if is_address(value):
+        raise _expected("a path of a mounted file system; addresses are not read or written")
     expanded = os.path.expanduser(value)
     if expanded.startswith("~"):
         raise _expected("a path; ~ stands for a home directory that is not known (write ./~ for a file of that name)")

@@ -19,6 +19,7 @@ __all__ = [
     "Leftover",
     "ShardName",
     "format_tracker",
+    "is_address",
     "iteration_dirname",
     "parse_iteration_dirname",
     "parse_leftover",
@@ -44,6 +45,7 @@ SHARD_KINDS = ("model", "opt", "extra")
 _MAX_ITERATION = 10**18
 _ITERATION = re.compile(r"iteration_(\d{8}|[1-9]\d{8,18})")
 _SEQUENCE = r"0|[1-9]\d{0,17}"
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
 _LEFTOVER = re.compile(
     r"\.(?P<iteration>iteration_\d{8,19})"
     rf"\.(?P<why>partial-(?P<attempt>[0-9a-f]{{1,32}})-(?P<seq>{_SEQUENCE})"
@@ -140,6 +142,11 @@ def part_filename(rank: int) -> str:
 def temporary_name(name: str) -> str:
     """Where a small file is written before it is renamed over `name`."""
     return f".{name}.tmp"
+
+
+def is_address(path: str) -> bool:
+    """Whether a text is an address with a scheme (`s3://bucket/run`), which as a path would be a strange local one."""
+    return _ADDRESS.match(path) is not None
 
 
 def format_tracker(iteration: int) -> str:

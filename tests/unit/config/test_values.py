@@ -98,6 +98,7 @@ def test_other_rates_are_refused_at_the_start(value: str, lines: Lines) -> None:
         ("checkpoint", "save_path: 3"),
         ("checkpoint", "save_path: null"),
         ("checkpoint", 'save_path: "a\\0b"'),
+        ("checkpoint", "save_path: s3://bucket/run"),
         ("checkpoint", "load_path: ~no-such-user-as-this/x"),
         ("train_dataset", "num_parallel_workers: -1"),
         ("train_dataset", "prefetch_size: 0"),
