@@ -7,12 +7,12 @@ from array import array
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
 from perdure.data.randomness import SampleKeys, Streams
-from perdure.data.transfer import packed
+from perdure.data.transfer import Parcel
 from perdure.errors import DataError
 
 __all__ = ["BOARD_FIELDS", "Failure", "Fetcher", "Task", "failure", "transferable", "where"]
@@ -21,7 +21,6 @@ __all__ = ["BOARD_FIELDS", "Failure", "Fetcher", "Task", "failure", "transferabl
 BOARD_FIELDS = 3
 
 Seeders = list[Callable[[int], object]]
-AnyFetched = TypeVar("AnyFetched", bound="tuple[Any, ...]")
 
 Fetched = tuple[Any, "list[int] | bytes"]
 """A collated micro-batch, and the data set indices that were read for it: as bytes of int64 between processes."""
@@ -85,7 +84,7 @@ class Fetcher:
         self._draws_random = draws_random
         self._streams: Streams | None = None
 
-    def __getitem__(self, task: Task) -> Fetched | Failure:
+    def __getitem__(self, task: Task) -> Fetched | Parcel | Failure:
         worker = get_worker_info()
         if worker is not None:
             return transferable(self._fetch(task, worker.id), self._name, task.runs)
@@ -177,18 +176,24 @@ def where(dataset: Any, index: int) -> str:
 
 def failure(error: Exception, name: str, what: str) -> Failure:
     """What an error at `what` of the data set called `name` comes to."""
-    text = error.message if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+    text = error.message if isinstance(error, DataError) else _told(error)
     hint = error.hint if isinstance(error, DataError) else None
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return Failure(f"{name}, {what}", text, trace, hint)
 
 
-def transferable(fetched: AnyFetched | Failure, name: str, runs: Sequence[tuple[int, int]]) -> AnyFetched | Failure:
-    """What was fetched, fit for being sent, or a failure when it cannot leave the process."""
+def _told(error: Exception) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}, which has no text"
+
+
+def transferable(fetched: Any, name: str, runs: Sequence[tuple[int, int]]) -> Parcel | Failure:
+    """What was fetched, fit for being sent, or a failure where it cannot leave the process."""
     if isinstance(fetched, Failure):
         return fetched
     try:
-        sent: AnyFetched = packed(fetched)
-        return sent
+        return Parcel(fetched)
     except Exception as error:
         return failure(error, name, f"handing over stream positions [{runs[0][0]}, {runs[-1][1]}) from the worker")

@@ -18,6 +18,7 @@ from torch.utils.data import get_worker_info
 
 from perdure.data.fetch import Failure, failure, transferable
 from perdure.data.randomness import SampleKeys, Streams
+from perdure.data.transfer import Parcel
 from perdure.errors import DataError
 from perdure.state.random import seed_cpu
 
@@ -72,7 +73,7 @@ class StreamFetcher:
         self._current: Any = None
         self._iterator: Iterator[Any] | None = None
 
-    def __getitem__(self, task: StreamTask) -> tuple[Any, list[int], Any] | Failure:
+    def __getitem__(self, task: StreamTask) -> tuple[Any, list[int], Any] | Parcel | Failure:
         worker = get_worker_info()
         if self._streams is None:
             self._streams = Streams()

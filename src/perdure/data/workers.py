@@ -26,6 +26,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from perdure.data.fetch import BOARD_FIELDS, Failure
+from perdure.data.transfer import Opened, Parcel
 from perdure.errors import DataError
 
 __all__ = ["Workers", "new_board"]
@@ -135,7 +136,17 @@ class Workers:
         if isinstance(fetched, Failure):
             self.close()
             fetched.raise_error()
-        return fetched
+        return self._opened(fetched) if isinstance(fetched, Parcel | Opened) else fetched
+
+    def _opened(self, parcel: Parcel | Opened) -> Any:
+        try:
+            return parcel.open()
+        except Exception as error:
+            self.close()
+            raise DataError(
+                f"{self._name}: a batch cannot be taken over from its worker: {type(error).__name__}: {error}",
+                hint="give batches of tensors, arrays, numbers and texts; see collate_fn",
+            ) from error
 
     def close(self, *, at_once: bool = False) -> None:
         """Ends the workers, `at_once` without waiting for the sample in hand; safe to call again."""
