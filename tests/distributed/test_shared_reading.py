@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-CHECK = """
+CHECK = r"""
 import json, os, sys
 import numpy as np
 import torch
@@ -42,9 +42,9 @@ def shown(value):
         return {key: shown(each) for key, each in value.items()}
     return [type(value).__name__, [shown(each) for each in value]] if isinstance(value, (list, tuple)) else repr(value)
 
-def loader(collate_fn=collate, **settings):
+def loader(collate_fn=collate, dataset=Samples(), **settings):
     inner = ResumableLoader(
-        Samples(), global_batch_size=4, local_batch_size=2, seed=3, rank=0, ranks=1, shuffle=False,
+        dataset, global_batch_size=4, local_batch_size=2, seed=3, rank=0, ranks=1, shuffle=False,
         collate_fn=collate_fn, **settings,
     )
     return SharedLoader(inner, group, [0, 1])
@@ -69,10 +69,26 @@ with loader(num_workers=1) as shared:
         next(shared.take())
     except DataError as error:
         told["error"] = str(error)
-try:
-    next(loader(collate_fn=lambda samples: object()).take())
-except UsageError as error:
-    told["unsendable"] = error.message
+def interrupted(samples):
+    raise KeyboardInterrupt("stop\ud800")
+
+class Unordered(Samples):
+    def stream_order(self, seed, shuffle):
+        return self
+    def gather(self, runs):
+        raise OSError("no table of the order")
+
+def refusal(make):
+    try:
+        next(make().take())
+    except BaseException as error:
+        return [type(error).__name__, getattr(error, "message", str(error)).encode("utf-8", "replace").decode()]
+
+unsendable = [object(), 2**70, "\ud800", torch.eye(2).to_sparse(), np.array([{}]), {(1, 2): 3}]
+told["unsendable"] = [refusal(lambda: loader(collate_fn=lambda samples: each)) for each in unsendable]
+told["interrupted"] = refusal(lambda: loader(collate_fn=interrupted))
+told["unordered"] = refusal(lambda: loader(dataset=Unordered()))
+told["then"] = [micro.ids for micro in next(loader().take()).micro_batches]
 print(json.dumps(told), file=open(os.path.join(sys.argv[1], f"{dist.get_rank()}.json"), "w"))
 dist.barrier()
 dist.destroy_process_group()
@@ -97,5 +113,14 @@ def test_identical_batches_and_errors_from_one_reader(tmp_path: Path) -> None:
     assert "sample 49, stream position 49: OSError: no such shard on rank 0" in first["error"]
     assert second["error"].startswith("rank 0: ")
     assert "no such shard on rank 0" in second["error"]
-    assert "holds a object, which cannot be sent" in first["unsendable"]
-    assert "holds a object, which cannot be sent" in second["unsendable"]
+    reasons = ["holds a object", "ints < -2", "surrogates", "layout torch.sparse", "ndarray of object", "holds a dict"]
+    for told in (first, second):
+        for (kind, message), reason in zip(told["unsendable"], reasons, strict=True):
+            assert kind == "UsageError"
+            assert reason in message
+    # Whatever the reader meets, the others are told instead of left waiting, and all can go on.
+    assert first["interrupted"][0] == "KeyboardInterrupt"
+    assert second["interrupted"] == ["DataError", "rank 0: KeyboardInterrupt: stop\\ud800"]
+    assert first["unordered"] == ["OSError", "no table of the order"]
+    assert second["unordered"] == ["DataError", "rank 0: OSError: no table of the order"]
+    assert first["then"] == second["then"] == [[0, 1], [2, 3]]

@@ -6,7 +6,8 @@ has worker processes and touches the storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -18,10 +19,11 @@ from torch import Tensor
 from perdure.data.record import StreamRecord
 from perdure.data.share import Runs, positions_of
 from perdure.data.stepping import MicroBatch, SteppedLoader
-from perdure.errors import DataError, RanksError, UsageError
+from perdure.errors import DataError, PerdureError, RanksError, UsageError
 
 __all__ = ["SharedLoader"]
 
+_SENDABLE = "give tensors, arrays, numbers and texts in dictionaries, lists and tuples; see collate_fn"
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -76,28 +78,39 @@ class SharedLoader(SteppedLoader):
         if not self._reads:
             return
         self._loader.seek(self._consumed)
-        try:
+        with self._errors_told():
             self._loader._begin(steps)
-        except DataError as error:
-            self._send(error)
-            raise
 
     def _micro_batches(self, runs: Sequence[Runs]) -> list[MicroBatch]:
         if not self._reads:
             return self._receive(runs)
-        try:
+        with self._errors_told():
             batches = self._loader._micro_batches(runs)
             tree, tensors = _taken_apart([[micro.data, micro.ids] for micro in batches])
-        except (DataError, UsageError) as error:
-            self._send(error)
-            raise
-        self._broadcast_header(["batches", tree])
-        for tensor in tensors:
-            self._broadcast(_bytes_of(tensor))
+            header, contents = _encoded(["batches", tree]), [_bytes_of(tensor) for tensor in tensors]
+        self._broadcast_header(header)
+        for content in contents:
+            self._broadcast(content)
         return batches
 
+    @contextmanager
+    def _errors_told(self) -> Iterator[None]:
+        """Around what only the reading rank does: any error reaches the others, which wait for a batch."""
+        try:
+            yield
+        except BaseException as error:
+            kind = "usage" if isinstance(error, UsageError) else "data"
+            message, hint = f"{type(error).__name__}: {error}", None
+            if isinstance(error, PerdureError):
+                message, hint = error.message, error.hint
+            # Texts may hold what UTF-8 cannot; and where the others are gone too, the error itself matters more.
+            clean = [text and text.encode("utf-8", "backslashreplace").decode() for text in (message, hint)]
+            with suppress(RanksError):
+                self._broadcast_header(_encoded([kind, clean]))
+            raise
+
     def _receive(self, runs: Sequence[Runs]) -> list[MicroBatch]:
-        kind, content = self._broadcast_header(None)
+        kind, content = msgspec.msgpack.decode(self._broadcast_header(b""))
         if kind != "batches":
             message, hint = content
             raise (DataError if kind == "data" else UsageError)(f"rank {self._source}: {message}", hint=hint)
@@ -112,18 +125,16 @@ class SharedLoader(SteppedLoader):
             for positions, (data, ids) in zip(runs, _put_together(content, tensor), strict=True)
         ]
 
-    def _send(self, error: DataError | UsageError) -> None:
-        kind = "data" if isinstance(error, DataError) else "usage"
-        self._broadcast_header([kind, [error.message, error.hint]])
-
-    def _broadcast_header(self, header: Any) -> Any:
-        content = bytearray(msgspec.msgpack.encode(header))
+    def _broadcast_header(self, header: bytes) -> bytes:
+        """The header that the reading rank gives."""
+        content = bytearray(header)
         size = torch.tensor([len(content)])
         self._broadcast(size)
-        sent = torch.frombuffer(content, dtype=torch.uint8)
-        received = sent if self._reads else torch.empty(int(size), dtype=torch.uint8)
+        received = (
+            torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(int(size), dtype=torch.uint8)
+        )
         self._broadcast(received)
-        return msgspec.msgpack.decode(received.numpy().tobytes())
+        return received.numpy().tobytes()
 
     def _broadcast(self, tensor: Tensor) -> None:
         if tensor.numel() == 0:
@@ -138,6 +149,20 @@ class SharedLoader(SteppedLoader):
             ) from None
 
 
+def _encoded(header: Any) -> bytes:
+    """As msgpack.
+
+    Raises:
+        UsageError: a number or text in it is one that msgpack cannot hold.
+    """
+    try:
+        return msgspec.msgpack.encode(header)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"use_distribute_dataset: a batch holds what cannot be sent to other ranks: {error}", hint=_SENDABLE
+        ) from error
+
+
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
 
@@ -147,11 +172,11 @@ def _taken_apart(value: Any) -> tuple[Any, list[Tensor]]:
     tensors: list[Tensor] = []
 
     def walk(item: Any) -> Any:
-        if isinstance(item, Tensor):
-            tensors.append(item.detach().cpu().contiguous())
+        if isinstance(item, Tensor) and _is_dense(item):
+            tensors.append(item.detach().cpu().resolve_conj().resolve_neg().contiguous())
             return ["tensor", str(item.dtype).removeprefix("torch."), list(item.shape)]
-        if isinstance(item, np.ndarray):
-            return ["array", walk(torch.from_numpy(item))]
+        if isinstance(item, np.ndarray) and item.dtype.kind in "biufc" and item.dtype.isnative:
+            return ["array", walk(torch.from_numpy(np.asarray(item, order="C")))]
         if type(item) is dict and all(isinstance(key, str | int) for key in item):
             return ["dict", [[key, walk(each)] for key, each in item.items()]]
         if type(item) in (list, tuple):
@@ -159,11 +184,22 @@ def _taken_apart(value: Any) -> tuple[Any, list[Tensor]]:
         if isinstance(item, _PLAIN):
             return ["plain", item]
         raise UsageError(
-            f"use_distribute_dataset: a batch holds a {type(item).__qualname__}, which cannot be sent to other ranks",
-            hint="give tensors, arrays, numbers and texts in dictionaries, lists and tuples; see collate_fn",
+            f"use_distribute_dataset: a batch holds a {_told(item)}, which cannot be sent to other ranks",
+            hint=_SENDABLE,
         )
 
     return walk(value), tensors
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+
+
+def _told(item: Any) -> str:
+    kind = type(item).__qualname__
+    if isinstance(item, Tensor):
+        return f"{kind} of layout {item.layout}"
+    return f"{kind} of {item.dtype}" if isinstance(item, np.ndarray) else kind
 
 
 def _put_together(tree: Any, tensor: Callable[[str, list[int]], Tensor]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from perdure.data.cursor import BatchPlan, Counters, counters, scale_step
 from perdure.data.record import StreamRecord
 from perdure.data.share import Share
-from perdure.errors import DataError, UsageError
+from perdure.errors import UsageError
 
 __all__ = ["MicroBatch", "Progress", "StepBatch", "SteppedLoader"]
 
@@ -224,7 +224,8 @@ class SteppedLoader(ABC):
         step = self.plan.step_range(self._consumed)
         try:
             micro_batches = self._micro_batches(list(self.share.runs_of(step)))
-        except DataError:
+        except BaseException:
+            # An interrupt, too, may have come after a task was begun, which the pass would then leave out.
             self._pass += 1
             self._close_workers()
             raise

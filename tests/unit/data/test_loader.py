@@ -335,6 +335,27 @@ def test_a_failing_collate_function_is_named() -> None:
         next(loader.take())
 
 
+class Interrupted(Numbers):
+    """Sample 5 is interrupted when it is read first."""
+
+    def __getitem__(self, index: int) -> int:
+        self.reads += index == 5
+        if index == 5 and self.reads == 1:
+            raise KeyboardInterrupt
+        return index
+
+
+def test_an_interrupted_step_ends_its_pass_and_is_not_left_out() -> None:
+    loader = ResumableLoader(Interrupted(9), global_batch_size=3, shuffle=False)
+    passing = loader.take()
+    next(passing)
+    with pytest.raises(KeyboardInterrupt):
+        next(passing)
+    with pytest.raises(UsageError, match="has ended"):
+        next(passing)
+    assert all_ids(loader, 2) == [[3, 4, 5], [6, 7, 8]]
+
+
 class Signalled(Numbers):
     """Tells the workers' process ids."""
 
