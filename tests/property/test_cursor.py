@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perdure.data.cursor import BatchPlan, SkipRanges, counters, locate, scale_step
+from perdure.data.cursor import BatchPlan, SkipRanges, scale_step
+from perdure.data.growth import GrownOrder, counters, grown
 from perdure.errors import UsageError
 
 ranges = st.lists(
@@ -37,22 +38,21 @@ def test_steps_and_positions_match_walking(plan: BatchPlan, steps: int) -> None:
     position = 0
     for step in range(steps):
         assert plan.consumed_at(step) == position
-        assert plan.steps_at(position) == (step, 0)
         step_range = plan.step_range(position)
         samples = [p for run in plan.skips.runs(step_range.first, step_range.last) for p in run]
         assert len(samples) == step_range.global_batch_size
         assert step_range.first == position
-        for offset, sample in enumerate(samples[:-1], start=1):
-            assert plan.steps_at(sample + 1) == (step, offset)
         position = step_range.last
     assert plan.consumed_at(steps) == position
 
 
 def test_a_billion_steps_are_arithmetic() -> None:
     plan = BatchPlan(4096, rampup=[256, 256, 10**9], skip_ranges=[[10**11, 10**11 + 5], [7, 9]])
-    consumed = plan.consumed_at(10**9)
-    assert plan.steps_at(consumed) == (10**9, 0)
-    assert locate(10**15 + 3, 10**12) == (1000, 3)
+    step = plan.step_range(plan.consumed_at(10**9 - 1))
+    assert step.last == plan.consumed_at(10**9)
+    # All but the ramp's 10^9 samples at a smaller size, and the 7 left out, are steps of 4096.
+    assert 10**9 * 4096 - 10**10 < step.last < 10**9 * 4096
+    assert step.last - step.first == 4096
 
 
 def test_ramp_follows_consumed_samples() -> None:
@@ -77,9 +77,30 @@ def test_skipped_positions_count_as_consumed() -> None:
 
 
 def test_counters_and_scaling_follow_the_rules() -> None:
-    assert counters(96, 37, 4) == (2, 22 // 4)
+    assert counters(((0, 37),), 96, 4) == (2, 22 // 4)
     assert scale_step(1000, 64, 128) == (500, True)
     assert scale_step(7, 10, 4) == (17, False)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5)), max_size=4), st.integers(1, 4))
+def test_epochs_of_data_that_grow_count_whatever_their_lengths(growth: list[tuple[int, int]], batch: int) -> None:
+    stretches, position = ((0, 3),), 0
+    for later, more in growth:
+        position += later
+        stretches = grown(stretches, stretches[-1][1] + more, position)
+    order = GrownOrder(stretches, seed=1)
+    epoch = index = 0
+    seen: set[int] = set()
+    for place, (sample,) in enumerate(order.gather([(at, at + 1)]) for at in range(position + 40)):
+        assert counters(stretches, place, batch) == (epoch, index // batch)
+        assert sample not in seen
+        seen.add(sample)
+        index += 1
+        # An epoch is over when every sample of the length that it began with was had.
+        length = max(length for start, length in stretches if start <= place)
+        if index == length:
+            assert seen == set(range(length))
+            epoch, index, seen = epoch + 1, 0, set()
 
 
 @pytest.mark.parametrize("bad", [[3, 3], [5, 2], [-1, 4], [1], [1, 2, 3], "ab", [0, 1.5]])

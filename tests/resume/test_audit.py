@@ -196,8 +196,10 @@ def test_growth_is_taken_in_at_the_next_epoch_on_purpose_only(tmp_path: Path) ->
     with pytest.raises(DataError, match="length: 37 -> 30") as refused:
         tiny.trainer(output, 10, data=tiny.Noisy(30)).train()
     assert "accept_data_growth" not in str(refused.value)
-    tiny.trainer(output, 10, data=tiny.Noisy(45), training={"accept_data_growth": True}).train()
-    tiny.trainer(output, 25, data=tiny.Noisy(45)).train()
+    taken_in = tiny.trainer(output, 10, data=tiny.Noisy(45), training={"accept_data_growth": True}).train()
+    assert (taken_in.epoch_num, taken_in.step_num) == (1, 0)
+    later = tiny.trainer(output, 25, data=tiny.Noisy(45)).train()
+    assert (later.epoch_num, later.step_num) == (2, (100 - 37 - 45) // 4)
     report = audit(str(output))
     assert report.ok, report.findings
     assert "taken in from stream position 37 on" in report.notes[0]

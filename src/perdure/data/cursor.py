@@ -15,14 +15,7 @@ from typing import NamedTuple
 from perdure.errors import UsageError
 from perdure.format.keys import MASK, is_whole
 
-__all__ = ["BatchPlan", "Counters", "Rampup", "SkipRanges", "StepRange", "counters", "locate", "scale_step"]
-
-
-class Counters(NamedTuple):
-    """`epoch_num` and `step_num` of common.json."""
-
-    epoch_num: int
-    step_num: int
+__all__ = ["BatchPlan", "Rampup", "SkipRanges", "StepRange", "scale_step"]
 
 
 class StepRange(NamedTuple):
@@ -31,17 +24,6 @@ class StepRange(NamedTuple):
     first: int
     last: int
     global_batch_size: int
-
-
-def locate(position: int, length: int) -> tuple[int, int]:
-    """(epoch, index in the epoch) of a stream position over a data set of `length` samples."""
-    return divmod(position, length)
-
-
-def counters(consumed_samples: int, length: int, global_batch_size: int) -> Counters:
-    """Epoch and step in the epoch, as RESUME.md derives them from the consumed samples."""
-    epoch, index = divmod(consumed_samples, length)
-    return Counters(epoch, index // global_batch_size)
 
 
 def scale_step(step: int, saved_batch_size: int, batch_size: int) -> tuple[int, bool]:
@@ -213,13 +195,6 @@ class BatchPlan:
             raise UsageError(f"step must not be negative, but is {step}")
         row = bisect_right(self._steps, step) - 1
         return self.skips.advance(self._positions[row], (step - self._steps[row]) * self._batches[row])
-
-    def steps_at(self, consumed_samples: int) -> tuple[int, int]:
-        """(whole steps, kept samples beyond them) at a position: the inverse of `consumed_at`."""
-        row = bisect_right(self._positions, consumed_samples) - 1
-        kept = self.skips.kept_before(consumed_samples) - self.skips.kept_before(self._positions[row])
-        steps, rest = divmod(kept, self._batches[row])
-        return self._steps[row] + steps, rest
 
     def _plateaus(self) -> tuple[list[int], list[int], list[int]]:
         """First step, first position and batch size of each stretch of equal batches."""

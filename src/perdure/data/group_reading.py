@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from perdure.data.growth import Stretches
 from perdure.data.record import StreamRecord
 from perdure.data.share import Runs, positions_of
 from perdure.data.stepping import MicroBatch, SteppedLoader
@@ -54,6 +55,10 @@ class SharedLoader(SteppedLoader):
     def warnings(self) -> list[str]:
         """Those of the loader."""
         return self._loader.warnings
+
+    @property
+    def stretches(self) -> Stretches:
+        return self._loader.stretches
 
     def use_stretches(self, stretches: Sequence[Sequence[int]]) -> None:
         self._loader.use_stretches(stretches)

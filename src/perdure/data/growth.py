@@ -8,15 +8,31 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from perdure.data.order import EpochOrder
 from perdure.errors import DataError
 
-__all__ = ["GrownOrder", "Stretches", "grown"]
+__all__ = ["Counters", "GrownOrder", "Stretches", "counters", "grown"]
 
 Stretches = tuple[tuple[int, int], ...]
 """(first stream position, length of the data set from there on), in order; the first begins at 0."""
+
+
+class Counters(NamedTuple):
+    """`epoch_num` and `step_num` of common.json."""
+
+    epoch_num: int
+    step_num: int
+
+
+def counters(stretches: Stretches, consumed_samples: int, global_batch_size: int) -> Counters:
+    """Epochs completed, whatever length each of them had, and whole steps in the present one (RESUME.md)."""
+    number = bisect_right(stretches, consumed_samples, key=lambda stretch: stretch[0]) - 1
+    start, length = stretches[number]
+    epochs, index = divmod(consumed_samples - start, length)
+    return Counters(_epochs_before(stretches)[number] + epochs, index // global_batch_size)
 
 
 def grown(stretches: Stretches, length: int, consumed_samples: int) -> Stretches:
@@ -48,11 +64,8 @@ class GrownOrder:
         self._starts = [start for start, _ in stretches]
         self._orders = [EpochOrder(length, seed, shuffle=shuffle) for _, length in stretches]
         # How far a stretch's own positions are ahead, so that its epochs are numbered on.
-        self._shifts = [0]
-        epochs = 0
-        for (start, length), (following, new_length) in pairwise(stretches):
-            epochs += (following - start) // length
-            self._shifts.append(epochs * new_length - following)
+        epochs = _epochs_before(stretches)
+        self._shifts = [before * length - start for before, (start, length) in zip(epochs, stretches, strict=True)]
 
     def gather(self, runs: Iterable[tuple[int, int]]) -> list[int]:
         """Data set indices at the stream positions of ranges [first, last), in a row."""
@@ -65,3 +78,9 @@ class GrownOrder:
                 indices += self._orders[number].slice(first + shift, stop + shift)
                 first = stop
         return indices
+
+
+def _epochs_before(stretches: Sequence[Sequence[int]]) -> list[int]:
+    """How many epochs were completed when each stretch began."""
+    whole = ((following[0] - start) // length for (start, length), following in pairwise(stretches))
+    return list(accumulate(whole, initial=0))

@@ -102,7 +102,6 @@ class ResumableLoader(ReadingLoader):
 
     @property
     def stretches(self) -> Stretches:
-        """(first stream position, length of the data set from there on): more than one where it has grown."""
         return self._stretches
 
     def use_stretches(self, stretches: Sequence[Sequence[int]]) -> None:

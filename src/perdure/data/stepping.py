@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from perdure.data.cursor import BatchPlan, Counters, counters, scale_step
+from perdure.data.cursor import BatchPlan, scale_step
+from perdure.data.growth import Counters, Stretches, counters
 from perdure.data.record import StreamRecord
 from perdure.data.share import Share
 from perdure.errors import UsageError
@@ -25,7 +26,7 @@ class Progress(Protocol):
 
     global_step: int
     global_batch_size: int
-    dataset_length: int
+    stretches: Stretches
 
     @property
     def consumed_samples(self) -> int | None: ...
@@ -110,11 +111,17 @@ class SteppedLoader(ABC):
         return self._consumed
 
     @property
+    def stretches(self) -> Stretches:
+        """(first stream position, samples of an epoch from there on): more than one where the data have grown; none
+        where an epoch's length is unknown."""
+        return ((0, self.length),) if self.length else ()
+
+    @property
     def counters(self) -> Counters:
         """`epoch_num` and `step_num` at the present position; zeros where an epoch's length is unknown."""
-        if not self.length:
+        if not self.stretches:
             return Counters(0, 0)
-        return counters(self._consumed, self.length, self.plan.batch_at(self._consumed))
+        return counters(self.stretches, self._consumed, self.plan.batch_at(self._consumed))
 
     def seek(self, consumed_samples: int) -> None:
         """Goes to a stream position, aligned to steps or not. Reads nothing; ends passes in progress."""
@@ -132,7 +139,7 @@ class SteppedLoader(ABC):
         """Goes to the position of a run's progress: its consumed samples, whatever the batch size was.
 
         Where those are unknown (None; checkpoints made by others), `global_step * global_batch_size`.
-        Progress is brought in line with this loader: it takes its batch size and the length of its epoch, and with
+        Progress is brought in line with this loader: it takes its batch size and the lengths of its epochs, and with
         another batch size than before its step is scaled (RESUME.md, Batch size changes), except along a ramp.
 
         Warns:
@@ -149,7 +156,7 @@ class SteppedLoader(ABC):
                     f"and data go on at sample {self._consumed} exactly",
                     stacklevel=2,
                 )
-        progress.global_batch_size, progress.dataset_length = new, self.length
+        progress.global_batch_size, progress.stretches = new, self.stretches
 
     def take(self, steps: int | None = None) -> Iterator[StepBatch]:
         """The next steps from the present position; None: without end.

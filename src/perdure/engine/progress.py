@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from perdure.data.growth import Counters, Stretches, counters
 from perdure.format.common import HEALTHY, CommonInfo
 
 __all__ = ["Progress"]
@@ -19,7 +20,7 @@ class Progress:
         global_batch_size: samples of the last step (or the configured number).
         loss_scale: gradient scale; 1.0 without a scaler.
         ckpt_status: 0 healthy, 1 abnormal.
-        dataset_length: samples per epoch; 0 where unknown.
+        stretches: (first stream position, samples of an epoch from there on); empty where unknown.
     """
 
     global_step: int = 0
@@ -27,7 +28,7 @@ class Progress:
     global_batch_size: int = 1
     loss_scale: float = 1.0
     ckpt_status: int = HEALTHY
-    dataset_length: int = 0
+    stretches: Stretches = ()
 
     def advance(self, global_batch_size: int | None = None, samples: int | None = None) -> None:
         """One optimizer step is done.
@@ -44,14 +45,18 @@ class Progress:
     @property
     def epoch_num(self) -> int:
         """Epochs completed."""
-        return self.consumed_samples // self.dataset_length if self.dataset_length else 0
+        return self._counters.epoch_num
 
     @property
     def step_num(self) -> int:
         """Whole steps within the current epoch."""
-        if not self.dataset_length or not self.global_batch_size:
-            return 0
-        return self.consumed_samples % self.dataset_length // self.global_batch_size
+        return self._counters.step_num
+
+    @property
+    def _counters(self) -> Counters:
+        if not self.stretches or not self.global_batch_size:
+            return Counters(0, 0)
+        return counters(self.stretches, self.consumed_samples, self.global_batch_size)
 
     def common(self) -> CommonInfo:
         """The record for common.json."""
@@ -66,7 +71,7 @@ class Progress:
         )
 
     @classmethod
-    def from_common(cls, common: CommonInfo, dataset_length: int = 0) -> Progress:
+    def from_common(cls, common: CommonInfo) -> Progress:
         """The position that a checkpoint stands for."""
         return cls(
             global_step=common.global_step,
@@ -74,5 +79,4 @@ class Progress:
             global_batch_size=common.global_batch_size,
             loss_scale=common.loss_scale,
             ckpt_status=common.ckpt_status,
-            dataset_length=dataset_length,
         )

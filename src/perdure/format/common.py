@@ -19,7 +19,8 @@ class CommonInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a resume needs to know of the run.
 
     Attributes:
-        epoch_num: epochs completed: `consumed_samples // length` of the training data; 0 where unknown.
+        epoch_num: epochs completed: `consumed_samples // length` of the training data, or where they have grown
+            those of each length; 0 where unknown.
         step_num: steps within the epoch: `consumed_samples % length // global_batch_size`.
         global_step: optimizer steps done (a skipped step counts).
         loss_scale: gradient scale; 1.0 without a scaler.

@@ -182,7 +182,7 @@ class Trainer:
         saved = self.checkpointer.load(checkpoint_path)
         self._laps.end("agree", self.checkpointer.loaded.phases if self.checkpointer.loaded is not None else None)
         state.steps, state.attempt = training.steps, self.checkpointer.attempt
-        state.global_batch_size, state.dataset_length = training.global_batch_size, self.loader.length
+        state.global_batch_size, state.stretches = training.global_batch_size, self.loader.stretches
         if self.checkpointer.loaded is not None:
             self._go_on_from(self.checkpointer.loaded, saved)
 
@@ -202,6 +202,7 @@ class Trainer:
             self._leave_out(left_out)
             self._moved = point.moved
             place(self.loader, point)
+            state.stretches = self.loader.stretches
             self.scaler.load_state_dict(
                 {"scale": saved.loss_scale, "good_steps": loaded.training.get("loss_scale_good_steps", 0)}
             )

@@ -131,7 +131,7 @@ def test_resume_reads_progress() -> None:
     class Progress:
         global_step = 7
         global_batch_size = 4
-        dataset_length = 0
+        stretches = ()
         consumed_samples: int | None = 30
 
     loader = ResumableLoader(Numbers(37), global_batch_size=4)
@@ -148,7 +148,7 @@ def test_resume_brings_progress_in_line_with_the_loader() -> None:
     fresh = Progress()
     ResumableLoader(Numbers(37), global_batch_size=4).resume(fresh)
     fresh.advance()
-    assert (fresh.global_step, fresh.consumed_samples, fresh.dataset_length) == (1, 4, 37)
+    assert (fresh.global_step, fresh.consumed_samples, fresh.stretches) == (1, 4, ((0, 37),))
     halved = Progress(12, 96, 8)
     ResumableLoader(Numbers(64), global_batch_size=16).resume(halved)
     halved.advance()
