@@ -16,7 +16,14 @@ from perdure.format.digest import digest_bytes
 from perdure.format.jsonio import encode
 from perdure.state.dormant import Dormant
 from perdure.state.merge import common_step, merge_optimizers
-from perdure.state.model import extra_states, model_tensors, named_parameters, parameter_names
+from perdure.state.model import (
+    extra_states,
+    model_tensors,
+    named_parameters,
+    parameter_names,
+    refuse_hidden,
+    reshard,
+)
 from perdure.state.optimizer import OptimizerView, collect_optimizer
 from perdure.state.shards import NamedTensor
 from perdure.state.stateful import check_registered, collect
@@ -38,6 +45,7 @@ class Live:
 
     def tensors(self) -> list[NamedTensor]:
         """The model's parameters and persistent buffers."""
+        reshard(self.model)
         return model_tensors(self.model)
 
     def elsewhere(self) -> frozenset[str]:
@@ -68,6 +76,7 @@ class Live:
         """The optimizer with the names of its parameters, or None without one."""
         if self.optimizer is None:
             return None
+        reshard(self.model)
         names = parameter_names(self.model)
         masters = {}
         if hasattr(self.optimizer, "main_params"):
@@ -96,6 +105,7 @@ class Live:
         """
 
         def own() -> tuple[list[NamedTensor], list[_Collected]]:
+            refuse_hidden(self.model)
             tensors = [t for t in self.tensors() if t.name not in leave_out]
             return tensors, [_collect(name, value, ranks.rank) for name, value in self.registered().items()]
 

@@ -55,11 +55,21 @@ class Ranks:
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
             except RuntimeError as error:
                 raise self._lost("joining", error) from error
-            if self._watch is None:
+            if not all(self.gather(self._is_watched(), "joining")):
                 self._watch = self._start_watch()
 
+    def _is_watched(self) -> bool:
+        """Whether there is a watch without a last word; a process group of ours ends with one."""
+        return self._watch is not None and (self._watch.joined or self._watch.word is None)
+
     def _start_watch(self) -> Watch:
-        """A watch for a process group that the user made; its keys are new, whatever the store holds."""
+        """A watch for a process group that the user made; its keys are new, whatever the store holds.
+
+        An earlier one is given up: its last word was of an error that the user's program has caught on every rank.
+        """
+        if self._watch is not None:
+            self._watch.leave()
+            self.phase = Phase()
         start = self.gather(os.urandom(8).hex(), "starting")[0]
         default = c10d._get_default_store()
         # A store that torch waits on in C++ would keep the watch waiting too.

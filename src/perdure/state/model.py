@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from perdure.errors import UnsupportedStateError
 from perdure.state.shards import NamedTensor, describe, is_plain
@@ -17,27 +20,37 @@ __all__ = [
     "named_modules",
     "named_parameters",
     "parameter_names",
+    "refuse_hidden",
+    "reshard",
 ]
 
-# Wrapper class -> attribute of what it wraps, by name, so that none of them need be imported.
+# Wrapper class -> attribute of what it wraps, by name, so that none of them need be imported; a class made from one,
+# as `fully_shard` makes it, wraps in the same way.
 _WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
     "OptimizedModule": "_orig_mod",
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "ActivationWrapper": "_checkpoint_wrapped_module",
 }
 # Its parameters are cuts of a flat buffer that do not say where they belong.
 _FLATTENING = "FullyShardedDataParallel"
 
 
+@cache
+def _inside(kind: type[nn.Module]) -> str:
+    """The attribute under which modules of a class have what they wrap, or ""."""
+    names = [each.__name__ for each in kind.__mro__]
+    if _FLATTENING in names:
+        raise UnsupportedStateError(
+            f"model: {_FLATTENING} flattens its parameters, which leaves their names and places unknown",
+            hint="shard with torch.distributed.fsdp.fully_shard (FSDP2), which keeps both",
+        )
+    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), "")
+
+
 def _unwrap(module: nn.Module) -> nn.Module:
     while True:
-        if type(module).__name__ == _FLATTENING:
-            raise UnsupportedStateError(
-                f"model: {_FLATTENING} flattens its parameters, which leaves their names and places unknown",
-                hint="shard with torch.distributed.fsdp.fully_shard (FSDP2), which keeps both",
-            )
-        inner = getattr(module, _WRAPPERS.get(type(module).__name__, ""), None)
+        inner = getattr(module, _inside(type(module)), None)
         if not isinstance(inner, nn.Module):
             return module
         module = inner
@@ -140,3 +153,34 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
         for prefix, module in named_modules(model)
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
+
+
+def refuse_hidden(model: nn.Module) -> None:
+    """Looks for state that a module puts into its `state_dict` by itself.
+
+    Raises:
+        UnsupportedStateError: there is some; it would be lost.
+    """
+    for prefix, module in named_modules(model):
+        if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
+            continue
+        found: dict[str, Any] = {}
+        module._save_to_state_dict(found, "", True)
+        known = {*module._parameters, *module._buffers, "_extra_state"}
+        hidden = next((key for key in found if key not in known), None)
+        if hidden is not None:
+            raise UnsupportedStateError(
+                f"model: {prefix + hidden!r} cannot be saved: {type(module).__name__} keeps it neither as a parameter "
+                "nor as a buffer",
+                hint="make it a buffer, or give the module get_extra_state() and set_extra_state()",
+            )
+
+
+def reshard(model: nn.Module) -> None:
+    """Puts FSDP2's parameters back into shards where a forward pass without a backward one has left them gathered.
+
+    What the modules hold until then are not the parameters that are trained.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from perdure.errors import UnsupportedStateError
 from perdure.format.box import Box
-from perdure.state.model import extra_states, model_tensors, parameter_names
+from perdure.state.model import extra_states, model_tensors, parameter_names, refuse_hidden
 
 
 class Odd(nn.Module):
@@ -231,3 +231,17 @@ def test_extra_states_are_found_by_name() -> None:
 
     model = nn.Sequential(nn.Linear(1, 1), Counting())
     assert list(extra_states(model)) == ["1._extra_state"]
+
+
+class Hiding(nn.Linear):
+    """Keeps a number in its `state_dict` alone, as quantized layers do."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}scale"] = torch.ones(1)
+
+
+def test_state_that_only_a_state_dict_holds_is_refused() -> None:
+    refuse_hidden(Odd())
+    with pytest.raises(UnsupportedStateError, match=r"'1\.scale' cannot be saved: Hiding keeps it neither"):
+        refuse_hidden(nn.Sequential(nn.Linear(2, 2), Hiding(2, 2)))

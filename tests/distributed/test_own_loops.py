@@ -1,0 +1,95 @@
+"""What loops of one's own do on several ranks that the Trainer never does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from perdure import Checkpoint, CheckpointConfig, Checkpointer, Progress
+from perdure.errors import MismatchError
+
+from . import forked
+
+
+class Replica(DistributedDataParallel):
+    """A wrapper of the user's own."""
+
+
+def sharded(seed: int, *, wrapped: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Blocks under activation checkpointing are sharded, as is what is left of the model."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Sequential(nn.Linear(7, 7), nn.ReLU()), nn.Linear(7, 3))
+    model[1] = checkpoint_wrapper(model[1]) if wrapped else model[1]
+    for module in (model[1], model) if dist.is_initialized() else ():
+        fully_shard(module)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    state = [value for parameter in model.parameters() for value in optimizer.state.get(parameter, {}).values()]
+    return [_whole(tensor).tolist() for tensor in [*model.parameters(), *state]]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def checkpointer(root: Path, model: nn.Module, optimizer: Any) -> Checkpointer:
+    config = CheckpointConfig(save_path=str(root), auto_resume=True)
+    return Checkpointer(config, model=model, optimizer=optimizer, say=lambda line: None)
+
+
+def look(model: nn.Module) -> None:
+    """An evaluation: FSDP2 leaves the outermost parameters gathered until a backward pass, which never comes."""
+    with torch.no_grad():
+        model(torch.randn(2, 5))
+
+
+def test_a_save_and_a_load_right_after_an_evaluation(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        model, optimizer = sharded(0)
+        model(torch.randn(4, 5)).square().mean().backward()
+        optimizer.step()
+        look(model)
+        with checkpointer(tmp_path / "fsdp", model, optimizer) as saver:
+            saver.save(Progress(1, 4, 4))
+        other, restored = sharded(1, wrapped=False)
+        look(other)
+        with checkpointer(tmp_path / "fsdp", other, restored) as loader:
+            loader.load()
+        assert everything(other, restored) == everything(model, optimizer)
+        bare = nn.Linear(2, 2)
+        with checkpointer(tmp_path / "ddp", Replica(bare), torch.optim.SGD(bare.parameters())) as saver:
+            saver.save(Progress(1, 4, 4))
+
+    assert forked.job(tmp_path / "job", 2, work) == [0, 0], forked.told(tmp_path / "job")
+    plain, _ = sharded(0, wrapped=False)
+    assert set(Checkpoint(tmp_path / "fsdp").names("model")) == set(plain.state_dict())
+    assert set(Checkpoint(tmp_path / "ddp").names("model")) == {"weight", "bias"}
+
+
+def test_an_error_that_every_rank_catches_ends_with_its_checkpointer(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        for width in (2, 3, 2):
+            model = nn.Linear(width, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if width == 3:
+                with pytest.raises(MismatchError), checkpointer(tmp_path / "out", model, optimizer) as loader:
+                    loader.load()
+                continue
+            with checkpointer(tmp_path / "out", model, optimizer) as saver:
+                progress = saver.load()
+                progress.advance()
+                saver.save(progress)
+
+    assert forked.job(tmp_path / "job", 2, work) == [0, 0], forked.told(tmp_path / "job")
+    assert Checkpoint(tmp_path / "out").iteration == 2
