@@ -22,12 +22,16 @@ _DIRECT_ALIGNMENT = 4096
 # From this size on a read is worth a look at the page cache, and a way past it.
 _LARGE = 1 << 20
 _BOUNCE = 2 << 20
+# The page cache is asked once about so much of a file, by so many pages: asked about all, it takes as long as a read.
+_WINDOW = 32 << 20
+_SAMPLES = 16
 _THREAD = threading.local()
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 # What a file system says to a call that it doesn't have.
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 _BY_HANDLE = os.open in os.supports_dir_fd
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class LocalStorage(Storage):
@@ -111,8 +115,7 @@ class LocalStorage(Storage):
     def exchange(self, a: str, b: str) -> None:
         if not sys.platform.startswith("linux"):
             raise OSError(errno.ENOSYS, "no atomic exchange on this system", a)
-        libc = ctypes.CDLL(None, use_errno=True)
-        call = getattr(libc, "renameat2", None)
+        call = getattr(_LIBC, "renameat2", None)
         if call is None:
             raise OSError(errno.ENOSYS, "no renameat2 in this C library", a)
         if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) != 0:
@@ -254,13 +257,14 @@ class _LocalReader(FileReader):
             os.close(fd)
             raise
         self._direct_fd = _reopened_direct(fd) if direct and self.size >= _LARGE else -1
+        self._cached: dict[int, bool] = {}
 
     def pread_into(self, buffer: memoryview, offset: int) -> None:
         with _named(self._path):
             self._pread_into(buffer.cast("B"), offset)
 
     def _pread_into(self, view: memoryview, offset: int) -> None:
-        if self._direct_fd >= 0 and len(view) >= _LARGE and not self._is_cached(offset, len(view)):
+        if self._direct_fd >= 0 and len(view) >= _LARGE and not self._is_cached(offset):
             done = self._pread_direct(view, offset)
             view, offset = view[done:], offset + done
         while view:
@@ -273,27 +277,33 @@ class _LocalReader(FileReader):
         """Reads past the page cache through a bounce buffer of this thread; gives how many bytes it got."""
         bounce = _bounce()
         source, target, done = address_of(bounce), address_of(view), 0
-        with memoryview(bounce) as whole:
-            while done < len(view):
-                skip = (offset + done) % _DIRECT_ALIGNMENT
-                size = min(-(-(skip + len(view) - done) // _DIRECT_ALIGNMENT) * _DIRECT_ALIGNMENT, len(bounce))
-                try:
-                    got = os.preadv(self._direct_fd, [whole[:size]], offset + done - skip) - skip
-                except OSError as error:
-                    if error.errno not in _UNSUPPORTED:
-                        raise
-                    break
-                if got <= 0:
-                    break
-                got = min(got, len(view) - done)
-                ctypes.memmove(target + done, source + skip, got)
-                done += got
+        while done < len(view):
+            skip = (offset + done) % _DIRECT_ALIGNMENT
+            size = min(-(-(skip + len(view) - done) // _DIRECT_ALIGNMENT) * _DIRECT_ALIGNMENT, len(bounce))
+            try:
+                got = os.preadv(self._direct_fd, [bounce[:size]], offset + done - skip) - skip
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+                break
+            if got <= 0:
+                break
+            got = min(got, len(view) - done)
+            ctypes.memmove(target + done, source + skip, got)
+            done += got
         return done
 
-    def _is_cached(self, offset: int, size: int) -> bool:
-        """Whether most of a range lies in the page cache; asking brings nothing in."""
-        begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        length = min(offset + size, self.size) - begin
+    def _is_cached(self, offset: int) -> bool:
+        """Whether most of a byte's surroundings lie in the page cache, when they were first read."""
+        window = offset // _WINDOW
+        cached = self._cached.get(window)
+        if cached is None:
+            cached = self._cached[window] = self._look(window * _WINDOW)
+        return cached
+
+    def _look(self, begin: int) -> bool:
+        """Looks at a few pages of a window; this brings nothing into the page cache."""
+        length = min(_WINDOW, self.size - begin)
         if length <= 0:
             return True
         try:
@@ -301,15 +311,17 @@ class _LocalReader(FileReader):
             mapped = mmap.mmap(self._fd, length, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=begin)
         except (OSError, ValueError):
             return True
-        pages = -(-length // mmap.PAGESIZE)
-        resident = (ctypes.c_ubyte * pages)()
+        resident, found = ctypes.c_ubyte(), 0
         try:
-            address = ctypes.c_void_p(address_of(mapped))
-            if ctypes.CDLL(None).mincore(address, ctypes.c_size_t(length), resident) != 0:
-                return True
+            address = address_of(mapped)
+            for number in range(_SAMPLES):
+                page = address + length * number // _SAMPLES // mmap.PAGESIZE * mmap.PAGESIZE
+                if _LIBC.mincore(ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.byref(resident)) != 0:
+                    return True
+                found += resident.value & 1
         finally:
             mapped.close()
-        return 2 * bytes(resident).count(1) >= pages
+        return 2 * found >= _SAMPLES
 
     def close(self) -> None:
         for fd in (self._direct_fd, self._fd):
@@ -326,11 +338,13 @@ def _reopened_direct(fd: int) -> int:
         return -1
 
 
-def _bounce() -> mmap.mmap:
-    """This thread's aligned buffer."""
-    held: mmap.mmap | None = getattr(_THREAD, "bounce", None)
+def _bounce() -> memoryview:
+    """This thread's buffer: one huge page where there are such, for a device takes few scattered pages at once."""
+    held: memoryview | None = getattr(_THREAD, "bounce", None)
     if held is None:
-        held = _THREAD.bounce = aligned(_BOUNCE)
+        memory = aligned(2 * _BOUNCE)
+        begin = -address_of(memory) % _BOUNCE
+        held = _THREAD.bounce = memoryview(memory)[begin : begin + _BOUNCE]
     return held
 
 
