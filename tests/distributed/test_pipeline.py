@@ -108,7 +108,8 @@ def test_every_layout_gives_the_losses_of_one_process(tmp_path: Path, names: set
         "training": {"eval_interleaved_steps": 2},
         "eval_dataset": {
             "num_parallel_workers": 0,
-            "dataloader": {"type": "Text", "path": str(tmp_path / "some.txt"), "seq_length": 16},
+            "use_distribute_dataset": True,
+            "dataloader": {"type": "Text", "path": str(tmp_path / "some.txt"), "seq_length": 16, "shuffle": True},
         },
         "checkpoint": {"enable_save": False},
     }

@@ -20,9 +20,7 @@ FEATURES_NOT_BUILT: dict[str, str] = {
     "parallelism.context_parallel_async": "context parallelism",
     "parallelism.ulysses_degree_in_cp": "context parallelism",
     "parallelism.expert_parallel": "expert parallelism",
-    "train_dataset.numa_enable": "binding workers to memory nodes",
-    "eval_dataset.use_distribute_dataset": "reading on one rank for others",
-    "eval_dataset.numa_enable": "binding workers to memory nodes",
+    "eval_dataset.drop_remainder": "evaluating a last batch that is not full",
     "monitor.train_state": "figures of each rank",
 }
 """Key or whole section -> the feature that is missing. Remove a line when its feature is built."""

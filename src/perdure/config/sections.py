@@ -214,13 +214,19 @@ class DatasetConfig(Section):
 
     dataloader: DataloaderConfig = Field(default=DataloaderConfig(), description="where the samples come from")
     drop_remainder: bool = Field(
-        default=True, description="accepted; batches straddle epochs, so that nothing is dropped"
+        default=True,
+        description="accepted: batches straddle epochs, so that nothing is dropped; an evaluation leaves out what does "
+        "not fill its last batch",
     )
     num_parallel_workers: Count = Field(default=8, description="worker processes; 0: none")
     prefetch_size: Positive = Field(default=1, description="batches prepared ahead by each worker")
-    numa_enable: bool = Field(default=False, description="bind workers to the memory nodes of their processors")
+    numa_enable: bool = Field(
+        default=False,
+        description="bind workers to the processors of one memory node: that of the rank's CUDA device, or else ranks "
+        "are spread over the nodes; changes nothing where there is one",
+    )
     use_distribute_dataset: bool = Field(
-        default=False, description="one rank reads for its tensor and context group and broadcasts"
+        default=False, description="one rank reads for its tensor and pipeline group and broadcasts"
     )
 
 

@@ -165,6 +165,7 @@ class IterableLoader(ReadingLoader):
             prefetch=self._prefetch,
             pin_memory=self._pin_memory,
             board=board,
+            cpus=self.worker_cpus,
         )
 
     def _tasks(self, steps: int | None) -> Callable[[], Iterator[StreamTask]]:

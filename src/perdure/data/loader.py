@@ -191,6 +191,7 @@ class ResumableLoader(ReadingLoader):
             prefetch=self._prefetch,
             pin_memory=self._pin_memory,
             board=board,
+            cpus=self.worker_cpus,
         )
 
     def _tasks(self, steps: int | None) -> Callable[[], Iterator[Task]]:

@@ -16,7 +16,13 @@ __all__ = ["ReadingLoader"]
 
 
 class ReadingLoader(SteppedLoader):
-    """What loaders that read by themselves have in common."""
+    """What loaders that read by themselves have in common.
+
+    Attributes:
+        worker_cpus: processors that workers are bound to when they start; None for any.
+    """
+
+    worker_cpus: frozenset[int] | None = None
 
     def __init__(self, share: Share, length: int) -> None:
         super().__init__(share, length)

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawArray
@@ -59,6 +59,7 @@ class Workers:
         prefetch: tasks in flight per worker.
         pin_memory: copy tensors into pinned memory (only where there is an accelerator).
         board: from `new_board(num_workers)`, the one that the fetcher has.
+        cpus: processors that the workers are bound to; None for any.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Workers:
         prefetch: int,
         pin_memory: bool,
         board: Any,
+        cpus: Collection[int] | None = None,
     ) -> None:
         self._name, self._where = name, where
         self._board = board
@@ -79,6 +81,7 @@ class Workers:
         self._tasks = _TaskStream()
         self._iterator: Iterator[Any] | None = None
         self._fetcher = fetcher
+        self._cpus = cpus
         self._loader: DataLoader[Any] | None = None
         pin = pin_memory and torch.accelerator.is_available()
         if num_workers or pin:
@@ -90,7 +93,7 @@ class Workers:
         if self._num_workers:
             settings["prefetch_factor"] = prefetch
             settings["persistent_workers"] = True
-            settings["worker_init_fn"] = _WorkerStart(self._board, os.getpid(), _in_main_thread())
+            settings["worker_init_fn"] = _WorkerStart(self._board, os.getpid(), _in_main_thread(), self._cpus)
         with warnings.catch_warnings():
             # More workers than cores is the user's choice, and changes no result.
             warnings.filterwarnings("ignore", message=".*worker processes in total")
@@ -254,6 +257,7 @@ class _WorkerStart:
     board: Any
     parent: int
     die_with_parent: bool
+    cpus: Collection[int] | None
 
     def __call__(self, worker: int) -> None:
         self.board[worker * BOARD_FIELDS] = os.getpid()
@@ -262,6 +266,8 @@ class _WorkerStart:
             if number is not None:
                 signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminated)
+        if self.cpus:
+            os.sched_setaffinity(0, self.cpus)
         if self.die_with_parent and sys.platform == "linux":
             # An orphan would go on holding what it inherited, the locks on the run's directories too.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -26,6 +26,7 @@ from perdure.parallel.mesh import Mesh
 from perdure.train.callbacks.base import Callback
 from perdure.train.callbacks.tensorboard import TensorBoard
 from perdure.train.evaluate import Evaluation
+from perdure.train.feed import evaluation_feed
 from perdure.train.resume import drawing_layout
 from perdure.train.step import LossFunction
 
@@ -67,27 +68,24 @@ def evaluation_data(config: TrainConfig, given: Any) -> Any:
 
 
 def evaluation(
-    config: TrainConfig, dataset: Any, loss: LossFunction, ranks: Ranks, mesh: Mesh, device: torch.device
+    config: TrainConfig,
+    dataset: Any,
+    loss: LossFunction,
+    ranks: Ranks,
+    mesh: Mesh,
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> Evaluation | None:
     """What evaluates between steps, where the configuration asks for it."""
-    training, section = config.training, config.eval_dataset
+    training = config.training
     if not training.eval_interleaved_steps:
         return None
     if dataset is None:
         raise config.fault(
             "training.eval_interleaved_steps", "there is nothing to evaluate on: eval_dataset is missing"
         )
-    return Evaluation(
-        dataset,
-        loss=loss,
-        ranks=ranks,
-        mesh=mesh,
-        device=device,
-        global_batch_size=training.global_batch_size,
-        local_batch_size=training.local_batch_size,
-        workers=section.num_parallel_workers if section is not None else 0,
-        seed=training.seed,
-    )
+    loader = evaluation_feed(config, dataset, mesh, ranks, say)
+    return Evaluation(loader, loss=loss, ranks=ranks, mesh=mesh, device=device, seed=training.seed)
 
 
 def _source(config: TrainConfig, section: DataloaderConfig, name: str) -> Any:

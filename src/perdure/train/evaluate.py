@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perdure.data.loader import MicroBatch, ResumableLoader
+from perdure.data.stepping import MicroBatch, SteppedLoader
 from perdure.engine.ranks import Ranks
 from perdure.errors import DataError
 from perdure.parallel.apply import Parallel
@@ -37,32 +37,20 @@ class Evaluation:
 
     def __init__(
         self,
-        dataset: Any,
+        loader: SteppedLoader,
         *,
         loss: LossFunction,
         ranks: Ranks,
         mesh: Mesh,
         device: torch.device,
-        global_batch_size: int,
-        local_batch_size: int,
-        workers: int,
         seed: int,
     ) -> None:
+        self._loader, self._seed = loader, seed
         self._loss, self._ranks, self._mesh, self._device = loss, ranks, mesh, device
-        self._loader = ResumableLoader(
-            dataset,
-            global_batch_size=global_batch_size,
-            local_batch_size=local_batch_size,
-            seed=seed,
-            shuffle=False,
-            num_workers=workers,
-            rank=mesh.data_rank,
-            ranks=mesh.data_ranks,
-        )
-        self._steps = self._loader.length // global_batch_size
+        self._steps = loader.length // loader.global_batch_size
         if self._steps == 0:
             raise DataError(
-                f"eval_dataset has {self._loader.length} samples, fewer than one global batch of {global_batch_size}",
+                f"eval_dataset has {loader.length} samples, fewer than one global batch of {loader.global_batch_size}",
                 hint="evaluate on more data, or lower training.global_batch_size",
             )
 
@@ -83,21 +71,22 @@ class Evaluation:
         model, pipeline = parallel.model, parallel.pipeline
         was_training = model.training
         model.eval()
-        sums = torch.zeros(2, dtype=torch.float64)
+        loss_sum: Tensor | float = 0.0
+        tokens: Tensor | int = 0
         self._loader.seek(0)
         for batch in self._loader.take(self._steps):
             micro_batches = batch.micro_batches
 
             def loss(index: int, model: Any, micro_batches: Sequence[MicroBatch] = micro_batches) -> Tensor:
-                nonlocal sums
+                nonlocal loss_sum, tokens
                 micro = micro_batches[index]
-                seed_streams(self._loader.seed, _EVALUATION, micro.first)
+                seed_streams(self._seed, _EVALUATION, micro.first)
                 value, count = loss_and_count(self._loss, model, to_device(micro.data, self._device), len(micro.ids))
-                sums += torch.tensor([float(value), count], dtype=torch.float64) * self._mesh.counts
+                loss_sum, tokens = loss_sum + value.double(), tokens + count
                 return value
 
             def seed(index: int, stage: int, micro_batches: Sequence[MicroBatch] = micro_batches) -> None:
-                seed_streams(self._loader.seed, _EVALUATION, micro_batches[index].first, stage)
+                seed_streams(self._seed, _EVALUATION, micro_batches[index].first, stage)
 
             if pipeline is not None:
                 pipeline.evaluate(len(micro_batches), loss, seed)
@@ -105,6 +94,7 @@ class Evaluation:
                 for index in range(len(micro_batches)):
                     loss(index, model)
         model.train(was_training)
+        sums = torch.tensor([float(loss_sum), int(tokens)], dtype=torch.float64) * self._mesh.counts
         loss, count = self._ranks.sum(sums, "evaluating").tolist()
         return float(loss / max(count, 1.0))
 

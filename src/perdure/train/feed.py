@@ -8,16 +8,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from perdure.config.schema import TrainConfig
+from perdure.config.schema import DatasetConfig, TrainConfig
 from perdure.data.group_reading import SharedLoader
 from perdure.data.iterable import IterableLoader, is_iterable
 from perdure.data.loader import ResumableLoader
+from perdure.data.numa import worker_cpus
 from perdure.data.stepping import SteppedLoader
 from perdure.engine.ranks import DEADLINE_S, Ranks
 from perdure.parallel.mesh import Mesh
 from perdure.train.resume import ResumePoint
 
-__all__ = ["data_state", "feed", "place"]
+__all__ = ["data_state", "evaluation_feed", "feed", "place"]
 
 
 def feed(
@@ -33,33 +34,61 @@ def feed(
         ranks: of the job, where they may read for each other.
         say: is told what of a resume will not be exact.
     """
-    loader = _loader(config, dataset, mesh)
+    section, training = config.train_dataset, config.training
+    settings = _settings(config, section, mesh)
+    settings |= {"skip_ranges": training.skip_ranges, "rampup": training.rampup_batch_size}
+    loader: IterableLoader | ResumableLoader
+    if is_iterable(dataset):
+        loader = IterableLoader(dataset, exact=section.dataloader.exact, **settings)
+    else:
+        loader = ResumableLoader(dataset, shuffle=section.dataloader.shuffle, **settings)
     for warning in loader.warnings:
         say(f"warning: {warning}")
-    return loader if ranks is None else _shared(config, loader, mesh, ranks)
+    return _read(loader, section, "train_dataset", mesh, ranks, say)
 
 
-def _loader(config: TrainConfig, dataset: Any, mesh: Mesh) -> SteppedLoader:
-    section, training = config.train_dataset, config.training
-    settings: dict[str, Any] = {
+def evaluation_feed(
+    config: TrainConfig, dataset: Any, mesh: Mesh, ranks: Ranks, say: Callable[[str], None] = lambda line: None
+) -> SteppedLoader:
+    """The loader over the evaluation data on this rank."""
+    # Data that were passed without a section are read by the run itself.
+    section = config.eval_dataset or DatasetConfig(num_parallel_workers=0)
+    loader = ResumableLoader(dataset, shuffle=section.dataloader.shuffle, **_settings(config, section, mesh))
+    return _read(loader, section, "eval_dataset", mesh, ranks, say)
+
+
+def _settings(config: TrainConfig, section: DatasetConfig, mesh: Mesh) -> dict[str, Any]:
+    training = config.training
+    return {
         "global_batch_size": training.global_batch_size,
         "local_batch_size": training.local_batch_size,
         "seed": training.seed,
         "rank": mesh.data_rank,
         "ranks": mesh.data_ranks,
-        "skip_ranges": training.skip_ranges,
-        "rampup": training.rampup_batch_size,
         "num_workers": section.num_parallel_workers,
-        "prefetch": max(section.prefetch_size, 1),
+        "prefetch": section.prefetch_size,
     }
-    if is_iterable(dataset):
-        return IterableLoader(dataset, exact=section.dataloader.exact, **settings)
-    return ResumableLoader(dataset, shuffle=section.dataloader.shuffle, **settings)
 
 
-def _shared(config: TrainConfig, loader: SteppedLoader, mesh: Mesh, ranks: Ranks) -> SteppedLoader:
-    """The loader itself, or with `use_distribute_dataset` one that reads on one rank for all that need the same."""
-    if not config.train_dataset.use_distribute_dataset or mesh.data_ranks == ranks.size:
+def _read(
+    loader: IterableLoader | ResumableLoader,
+    section: DatasetConfig,
+    name: str,
+    mesh: Mesh,
+    ranks: Ranks | None,
+    say: Callable[[str], None],
+) -> SteppedLoader:
+    """The loader, its workers bound to their memory node and its batches shared as the section asks for."""
+    if section.numa_enable:
+        loader.worker_cpus = worker_cpus()
+        if loader.worker_cpus is None:
+            say(f"{name}.numa_enable changes nothing: the processors of this rank lie on one memory node")
+    return loader if ranks is None or not section.use_distribute_dataset else _shared(loader, mesh, ranks)
+
+
+def _shared(loader: SteppedLoader, mesh: Mesh, ranks: Ranks) -> SteppedLoader:
+    """A loader that reads on one rank for all that need the same; the loader itself where no two do."""
+    if mesh.data_ranks == ranks.size:
         return loader
     groups: dict[int, list[int]] = {}
     for rank, data_rank in enumerate(ranks.gather(mesh.data_rank, "grouping the readers of data")):

@@ -169,7 +169,8 @@ class Trainer:
         config = self.config
         if config.training.eval_interleaved_steps:
             self.eval_dataset = build.evaluation_data(config, self.eval_dataset)
-        evaluation = build.evaluation(config, self.eval_dataset, self._loss, self.ranks, self.mesh, self.device)
+        data, say = self.eval_dataset, self.console.say
+        evaluation = build.evaluation(config, data, self._loss, self.ranks, self.mesh, self.device, say)
         if evaluation is not None:
             stack.callback(evaluation.close)
         return evaluation
