@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import torch
 from tests.distributed.forked import job, told
 
-from perdure import CheckpointConfig, Checkpointer
+import perdure.train.step
+from perdure import Callback, CheckpointConfig, Checkpointer, Trainer
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.optim.masters import MixedPrecisionOptimizer
@@ -101,3 +103,44 @@ def test_a_background_save_may_take_one_rank_longer_than_an_exchange_may_take(tm
             saver.wait()
 
     assert job(tmp_path / "job", 2, work) == [0, 0], told(tmp_path / "job")
+
+
+def test_ranks_whose_gradients_differ_take_the_same_decision(tmp_path: Path) -> None:
+    """Copies of one gradient on two ranks, as other hardware would compute them: a little apart, then one is NaN."""
+
+    def work(rank: int) -> None:
+        summed = perdure.train.step.sum_over_replicas
+
+        def apart(gradients: Any, group: Any) -> None:
+            summed(gradients, group)
+            torch._foreach_mul_(gradients, [1.0, 1.5, float("nan"), 1.0][trainer.state.global_step] if rank else 1.0)
+
+        perdure.train.step.sum_over_replicas = apart
+        figures: list[Any] = []
+
+        class Notes(Callback):
+            def on_step_end(self, trainer: Any, state: Any) -> None:
+                figures.append([state.grad_norm, state.skipped_steps])
+
+        config = {
+            "training": {"steps": 4, "local_batch_size": 2, "global_batch_size": 4, "use_skip_step_on_nan": True},
+            "lr_scheduler": {"type": "ConstantWarmUpLR", "learning_rate": 0.1},
+            "train_dataset": {"num_parallel_workers": 0},
+            "parallelism": {"data_parallel_replicate": 2},
+            "checkpoint": {"enable_save": False},
+            "output_dir": str(tmp_path / "out"),
+        }
+        trainer = Trainer(
+            config,
+            model=torch.nn.Linear(4, 3),
+            train_dataset=[torch.ones(4) * n for n in range(8)],
+            compute_loss_func=lambda model, batch: model(batch).square().mean(),
+            callbacks=[Notes()],
+        )
+        trainer.train()
+        (tmp_path / f"{rank}.json").write_text(json.dumps(figures))
+
+    assert job(tmp_path / "job", 2, work) == [0, 0], told(tmp_path / "job")
+    here, there = ((tmp_path / f"{rank}.json").read_text() for rank in (0, 1))
+    assert here == there
+    assert [skipped for _, skipped in json.loads(here)] == [0, 0, 1, 1]

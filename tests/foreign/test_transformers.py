@@ -231,8 +231,8 @@ from perdure.config.load import load_config, load_config_mapping
 from perdure.config.ranks import check_ranks
 from perdure.models import build_model
 from perdure.parallel.apply import parallelize
-from perdure.parallel.gradients import global_norm, settle
-from perdure.parallel.mesh import make_mesh
+from perdure.parallel.gradients import own_square, settle
+from perdure.parallel.mesh import Mesh, make_mesh
 from perdure.train.trainer import Trainer
 from perdure.errors import UsageError
 
@@ -255,6 +255,7 @@ for name, more in kinds.items():
     for cut in (False, True):
         torch.manual_seed(4)
         model = build_model({"model_type": name.split(",")[0], **sizes, **more})
+        mesh = Mesh()
         if cut:
             mesh = make_mesh(check_ranks(config, 2), torch.device("cpu"))
             model = parallelize(model, mesh, torch.device("cpu"), config).model
@@ -264,7 +265,10 @@ for name, more in kinds.items():
         parameters = list(model.parameters())
         settle(parameters)
         kept = {type(p).__name__ for p in parameters}
-        result.append([float(loss), global_norm([p.grad for p in parameters]), sorted(kept)])
+        square = torch.tensor(own_square([p.grad for p in parameters], mesh), dtype=torch.float64)
+        if cut:
+            dist.all_reduce(square)
+        result.append([float(loss), float(square.sqrt()), sorted(kept)])
     found[name] = result
 
 for name, more in {"gpt2": {}, "mixtral": {}, "llama": {"num_key_value_heads": 1}}.items():

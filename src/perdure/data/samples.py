@@ -16,6 +16,7 @@ from perdure.format.keys import GAMMA, MASK, MULTIPLIER_1, MULTIPLIER_2, derive,
 __all__ = ["index_of", "sample_sum", "sample_sums", "sample_word"]
 
 _KEY = derive(0x6C6564676572)
+_FEW = 16  # samples that are added up sooner than arrays are made
 
 
 def sample_word(position: int, index: int) -> int:
@@ -30,7 +31,10 @@ def index_of(position: int, word: int) -> int:
 
 def sample_sum(positions: Iterable[int], indices: Iterable[int]) -> int:
     """The sum of `sample_word` over samples, modulo 2^64."""
-    return int(np.sum(_words(positions, indices), dtype=np.uint64)) & MASK
+    places, found = list(positions), list(indices)
+    if len(places) <= _FEW:
+        return sum(map(sample_word, places, found)) & MASK
+    return int(np.sum(_words(places, found), dtype=np.uint64)) & MASK
 
 
 def sample_sums(positions: Iterable[int], indices: Iterable[int], counts: Iterable[int]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Tied", "global_norm", "scale", "settle", "sum_over_replicas", "sum_tied"]
+from perdure.parallel.mesh import Mesh
+
+__all__ = ["Tied", "own_square", "scale", "settle", "sum_over_replicas", "sum_tied"]
 
 BUCKET = 32 << 20
 
@@ -73,28 +74,19 @@ def sum_tied(gradient: Tensor, tied: Tied) -> None:
 
 
 @torch.no_grad()
-def global_norm(gradients: Sequence[Tensor], pipeline: Any = None) -> float:
-    """The 2-norm over all elements of all gradients, each counted once, the same on every rank.
+def own_square(gradients: Sequence[Tensor], mesh: Mesh) -> float:
+    """What this rank adds to the square of the global 2-norm; over all ranks each element is counted once.
 
-    Args:
-        pipeline: the mesh of the stages, each with gradients of its own, or None.
+    A part that another rank counts adds 0, or NaN where it is not finite here.
     """
     total = 0.0
     for group in _alike(gradients):
-        norms = torch._foreach_norm([_local(g) for g in group], 2)
-        square = torch.stack([n.to(torch.float64) for n in norms]).square().sum()
-        for axis, placement in enumerate(getattr(group[0], "placements", ())):
-            if not placement.is_replicate():
-                mesh: Any = group[0].device_mesh  # type: ignore[attr-defined]
-                # Offloaded gradients lie in host memory, which a device's group cannot sum.
-                square = square.to(mesh.device_type)
-                dist.all_reduce(square, group=mesh.get_group(axis))
-        total += float(square)
-    if pipeline is not None:
-        summed = torch.tensor(total, dtype=torch.float64, device=pipeline.device_type)
-        dist.all_reduce(summed, group=pipeline.get_group())
-        total = float(summed)
-    return math.sqrt(total) if math.isfinite(total) else total
+        parts = [_local(gradient) for gradient in group]
+        # A norm has its tensor's dtype, and that of a float16 one ends at 65504.
+        norms = torch._foreach_norm(parts, 2, torch.float32 if parts[0].dtype.itemsize == 2 else None)
+        square = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
+        total += float(square) * mesh.is_first_holder(group[0])
+    return total
 
 
 @torch.no_grad()
@@ -105,11 +97,11 @@ def scale(gradients: Sequence[Tensor], factor: float) -> None:
 
 
 def _alike(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Gradients by what their parts are parts of: the mesh and the placements (all plain ones together)."""
+    """Gradients by dtype, and by what their parts are parts of: the mesh and the placements."""
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         mesh = getattr(gradient, "device_mesh", None)
-        groups[None if mesh is None else (mesh, gradient.placements)].append(gradient)  # type: ignore[attr-defined]
+        groups[gradient.dtype, mesh, getattr(gradient, "placements", None)].append(gradient)
     return list(groups.values())
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from perdure.config.ranks import RankLayout
@@ -37,6 +38,20 @@ class Mesh:
     pipeline: DeviceMesh | None = None
     replicas: Any = None
     whole: DeviceMesh | None = None
+
+    def is_first_holder(self, tensor: Tensor) -> bool:
+        """Whether this rank is the first of those that hold the same part of a parameter or gradient.
+
+        Stages of a pipeline hold different ones.
+        """
+        if self.whole is None:
+            return True
+        names = getattr(tensor, "device_mesh", self.whole).mesh_dim_names or ()
+        cut = {
+            name for name, how in zip(names, getattr(tensor, "placements", ()), strict=False) if not how.is_replicate()
+        }
+        shared = set(self.whole.mesh_dim_names or ()) - cut - {"pipeline"}
+        return all(self.whole.get_local_rank(name) == 0 for name in shared)
 
     def pipeline_group(self, holders: tuple[int, ...]) -> Any:
         """The process group of these ranks (numbered by their place) of this rank's pipeline.

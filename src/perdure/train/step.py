@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from perdure.errors import TrainingError, UsageError
 from perdure.optim.scaler import LossScaler
 from perdure.parallel.apply import Parallel
 from perdure.parallel.buffers import SharedBuffers
-from perdure.parallel.gradients import global_norm, scale, settle, sum_over_replicas, sum_tied
+from perdure.parallel.gradients import own_square, scale, settle, sum_over_replicas, sum_tied
 from perdure.parallel.mesh import Mesh
 from perdure.state.random import seed_streams
 from perdure.train.health import HealthMonitor, Verdict
@@ -94,6 +96,7 @@ class TrainStep:
         health: HealthMonitor,
     ) -> None:
         self._parallel, self._model, self._optimizer, self._loss = parallel, parallel.model, optimizer, loss
+        self._modules = list(parallel.model.modules())
         self._buffers = SharedBuffers(parallel.model, mesh)
         self._ranks, self._mesh, self._device, self._scaler = ranks, mesh, device, scaler
         self._seed, self._max_norm, self._skip, self._health = seed, max_norm, skip_non_finite, health
@@ -106,18 +109,20 @@ class TrainStep:
         stop: Callable[[], int],
     ) -> StepResult:
         """One step over `batch`; `learning_rate` gives each parameter group its rate, `stop` the signal received."""
-        self._model.train()
+        # What a callback has left in evaluation must not outlive the step: a resumed run would not have it.
+        if not all(module.training for module in self._modules):
+            self._model.train()
         micro_batches = batch.micro_batches
-        loss_sum = torch.zeros((), dtype=torch.float64)
-        tokens = 0
+        loss_sum: Tensor | float = 0.0
+        tokens: Tensor | int = 0
 
         def scaled_loss(index: int, model: Any) -> Tensor:
             nonlocal loss_sum, tokens
             micro = micro_batches[index]
             seed_streams(self._seed, micro.first)
             value, count = loss_and_count(self._loss, model, to_device(micro.data, self._device), len(micro.ids))
-            loss_sum += value.detach().double().cpu()
-            tokens += count
+            # Left on the device: reading them here would hold up the backward pass.
+            loss_sum, tokens = loss_sum + value.detach().double(), tokens + count
             return self._scaler.scale_loss(value / global_batch_size)
 
         if self._parallel.pipeline is not None:
@@ -131,15 +136,15 @@ class TrainStep:
                 scaled_loss(index, self._model).backward()  # type: ignore[no-untyped-call]
                 if hasattr(self._optimizer, "accumulate_grads"):
                     self._optimizer.accumulate_grads()
-        id_sum = sum(sample_sum(micro.positions, micro.ids) for micro in micro_batches)
-        return self._finish(batch.first, loss_sum, tokens, id_sum, global_batch_size, learning_rate, stop)
+        positions = chain.from_iterable(micro.positions for micro in micro_batches)
+        ids = chain.from_iterable(micro.ids for micro in micro_batches)
+        sums = float(loss_sum), int(tokens), sample_sum(positions, ids)
+        return self._finish(batch.first, sums, global_batch_size, learning_rate, stop)
 
     def _finish(
         self,
         position: int,
-        loss_sum: Tensor,
-        tokens: int,
-        id_sum: int,
+        sums: tuple[float, int, int],
         batch_size: int,
         rate: Callable[[dict[str, Any]], float],
         stop: Callable[[], int],
@@ -148,24 +153,28 @@ class TrainStep:
         sum_over_replicas(gradients, self._mesh.replicas)
         elsewhere = self._sum_tied()
         asked = stop()
+        loss_sum, tokens, id_sum = sums
         # One reduction carries everything the ranks must agree on; 32-bit halves keep sums exact in float64.
-        mine = [float(loss_sum), tokens, id_sum & 0xFFFFFFFF, id_sum >> 32 & 0xFFFFFFFF]
+        mine = [loss_sum, tokens, id_sum & 0xFFFFFFFF, id_sum >> 32 & 0xFFFFFFFF]
+        square = own_square([g for g in gradients if id(g) not in elsewhere], self._mesh)
         shared = torch.tensor(
-            [value * self._mesh.counts for value in mine] + [float(asked == number) for number in SIGNALS],
+            [*(value * self._mesh.counts for value in mine), square, *(float(asked == each) for each in SIGNALS)],
             dtype=torch.float64,
         )
         self._ranks.sum(shared, "finishing a step")
-        loss, count, low, high, *wishes = shared.tolist()
+        loss, count, low, high, square, *wishes = shared.tolist()
         count = max(count, 1.0)
-        scale(gradients, self._parallel.mean_over * batch_size / count / self._scaler.scale)
-        norm = global_norm([g for g in gradients if id(g) not in elsewhere], self._mesh.pipeline)
+        factor = self._parallel.mean_over * batch_size / count / self._scaler.scale
+        norm = math.sqrt(square) * factor
         finite = math.isfinite(norm)
         overflow = self._scaler.dynamic and not finite
-        verdict = self._health.judge(position, loss / count, norm, self._embedding_norm, overflow=overflow)
+        verdict = self._health.judge(
+            position, loss / count, norm, lambda: self._embedding_norm() * factor, overflow=overflow
+        )
         applied = not verdict.hold and (finite or not (self._skip or self._scaler.dynamic))
         if applied:
-            if self._max_norm > 0 and finite and norm > self._max_norm:
-                scale(gradients, self._max_norm / (norm + 1e-6))
+            clip = self._max_norm > 0 and finite and norm > self._max_norm
+            scale(gradients, factor * self._max_norm / (norm + 1e-6) if clip else factor)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate(group)
             self._optimizer.step()
@@ -203,15 +212,17 @@ class TrainStep:
         return parameter if master is None else master
 
     def _embedding_norm(self) -> float:
-        """The norm of the embeddings' gradients, as they are scaled by now."""
-        tables = dict.fromkeys(m.weight for m in self._model.modules() if isinstance(m, nn.Embedding))
+        """The norm of the embeddings' gradients as they are, the same on every rank."""
+        tables = dict.fromkeys(m.weight for m in self._modules if isinstance(m, nn.Embedding))
         elsewhere = {id(tied.parameter) for tied in self._parallel.tied if not tied.counts}
         owners = [self._owner(p) for p in tables if id(p) not in elsewhere]
-        return global_norm([p.grad for p in owners if p.grad is not None], self._mesh.pipeline)
+        square = own_square([p.grad for p in owners if p.grad is not None], self._mesh)
+        shared = torch.tensor([square], dtype=torch.float64)
+        return math.sqrt(float(self._ranks.sum(shared, "looking at the embeddings")))
 
 
-def loss_and_count(loss: LossFunction, model: nn.Module, data: Any, samples: int) -> tuple[Tensor, int]:
-    """The summed loss of a micro-batch, and over how many tokens (or samples) it is a sum.
+def loss_and_count(loss: LossFunction, model: nn.Module, data: Any, samples: int) -> tuple[Tensor, Tensor | int]:
+    """The summed loss of a micro-batch, and over how many tokens (or samples) it is a sum, a whole number.
 
     Raises:
         UsageError: the loss function gave something else than a number, or a number and a count.
@@ -219,13 +230,25 @@ def loss_and_count(loss: LossFunction, model: nn.Module, data: Any, samples: int
     output: Any = loss(model, data)
     value, count = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-        found = f"a {value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:100]
         raise UsageError(
-            f"the loss function gave {found}; expected a floating-point tensor with one element",
+            f"the loss function gave {_described(value)}; expected a floating-point tensor with one element",
             hint="compute_loss_func(model, batch) returns the mean over the micro-batch, or (sum, count)",
         )
     value = value.reshape(())
-    return (value * samples, samples) if count is None else (value, int(count))
+    if count is None:
+        return value * samples, samples
+    if isinstance(count, Tensor) and count.numel() == 1:
+        return value, count.detach().reshape(()).to(torch.int64)
+    if isinstance(count, Real) and math.isfinite(count):
+        return value, int(math.trunc(count))
+    raise UsageError(
+        f"the loss function gave {_described(count)} for its count; expected one number",
+        hint="compute_loss_func(model, batch) returns (sum, count): of how many tokens or samples it is the sum",
+    )
+
+
+def _described(value: Any) -> str:
+    return f"a {value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:100]
 
 
 def to_device(data: Any, device: torch.device) -> Any:

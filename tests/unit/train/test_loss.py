@@ -32,3 +32,9 @@ def test_a_mean_or_a_sum_with_its_count(given: Any, total: float, count: int) ->
 def test_anything_else_is_refused_in_words(given: Any) -> None:
     with pytest.raises(UsageError, match=r"the loss function gave .*expected a floating-point tensor"):
         loss_and_count(lambda model, batch: given, nn.Identity(), None, 3)
+
+
+@pytest.mark.parametrize("count", ["5", torch.ones(2), float("nan"), [3]])
+def test_a_count_that_is_no_number_is_refused_in_words(count: Any) -> None:
+    with pytest.raises(UsageError, match=r"for its count; expected one number"):
+        loss_and_count(lambda model, batch: (torch.tensor(1.0), count), nn.Identity(), None, 3)
