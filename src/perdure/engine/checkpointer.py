@@ -12,23 +12,20 @@ from typing import Any
 
 from torch import nn
 
-from perdure.catalog.publish import Staging, stage
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.base import Base
 from perdure.engine.base_load import load_base
-from perdure.engine.linked import Linkable, bytes_of
+from perdure.engine.linked import Linkable
 from perdure.engine.live import Live
-from perdure.engine.plan import Planner
+from perdure.engine.prepare import Preparer
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.engine.restore import Loaded, Restore
 from perdure.engine.runner import SaveRunner, Underway
-from perdure.engine.save import Identity, SaveJob, entries_of
+from perdure.engine.save import SaveJob
 from perdure.engine.saveroot import SaveRoot
-from perdure.errors import SaveError
-from perdure.format.collector import collector_paused
+from perdure.errors import SaveError, UsageError
 from perdure.format.commit import CommitRecord
-from perdure.state.model import frozen_names
 from perdure.storage.base import Storage
 from perdure.storage.local import LocalStorage
 
@@ -76,14 +73,16 @@ class Checkpointer:
         before_commit: Callable[[], tuple[int, str]] = lambda: (0, ""),
         say: Say | None = None,
     ) -> None:
+        if not isinstance(config, CheckpointConfig):
+            raise UsageError(f"config: expected a CheckpointConfig, found {type(config).__name__}")
         self.config = config
         self.ranks = ranks or Ranks()
         self.loaded: Loaded | None = None
         self.last_commit: CommitRecord | None = None
-        self._last_saved = (-1, -1)
+        self._last_saved, self._closed = (-1, -1), False
         self.last_stall_s = self.last_save_s = 0.0
         self._say = say or (print_line if self.ranks.is_first else lambda line: None)
-        self._training, self._restore_settings, self._before_commit = training, restore_settings, before_commit
+        self._restore_settings = restore_settings
         self._live = Live(model, optimizer, extra or {})
         self.attempt = attempt or self.ranks.decide(lambda: uuid.uuid4().hex[:12], "agreeing on the attempt")
         self._save_root = SaveRoot(
@@ -91,7 +90,15 @@ class Checkpointer:
         )
         self._base: Base | None = None
         self._links: dict[str, Linkable] = {}
-        self._planner = Planner(self.ranks, config.remove_redundancy)
+        self._preparer = Preparer(
+            config,
+            self._live,
+            self._save_root,
+            self.ranks,
+            training=training,
+            before_commit=before_commit,
+            say=self._say,
+        )
         self._runner = SaveRunner(self.ranks, config.staging_bytes, self._after_commit)
         self._underway: Underway | None = None
 
@@ -142,6 +149,8 @@ class Checkpointer:
             self._base.settle(loaded.model_tensors if loaded is not None else frozenset())
         if loaded is None:
             self._save_root.start_fresh()
+            if self.config.auto_resume and self._live.optimizer is None:
+                self._say("warning: there is no optimizer, without which auto_resume will not take up what is saved")
             return Progress()
         if loaded.weights_only:
             self._save_root.start_fresh()
@@ -224,7 +233,15 @@ class Checkpointer:
 
         Args:
             wait: return only when the commit is visible (default: unless `async_save`).
+
+        Raises:
+            UsageError: the checkpointer is closed and holds the root no more, or a number of `progress` cannot be.
+            RanksError: the ranks are at different places.
         """
+        if self._closed:
+            raise UsageError(
+                f"the checkpointer of {self.path} is closed", hint="save within its `with` block, or make another one"
+            )
         if not self.config.enable_save or _position(progress) == self._last_saved:
             if wait:
                 self.wait()
@@ -235,7 +252,7 @@ class Checkpointer:
         started = time.monotonic()
         job: SaveJob | None = None
         try:
-            job = self._prepare(progress)
+            job = self._preparer.job(progress, self._base, self._links)
             self._last_saved = _position(progress)
             background = self.config.async_save if wait is None else not wait
             if background:
@@ -293,52 +310,6 @@ class Checkpointer:
                 self._say(f"warning: {self._underway.error}")
         self._release()
 
-    @collector_paused()
-    def _prepare(self, progress: Progress) -> SaveJob:
-        adapter = self._base if self.config.save_trainable_only else None
-        state, tensors = self._live.collect(
-            self.ranks,
-            with_optimizer=not self.config.no_save_optim,
-            leave_out=adapter.kept if adapter is not None else frozenset(),
-        )
-        training = {**self._training(), **state, **({"base": adapter.record()} if adapter and adapter.kept else {})}
-        plan = self._planner.plan(tensors)
-        frozen = frozen_names(self._live.model)
-        # A number once used is never used again: what failed may be committed all the same.
-        self._save_root.sequence += 1
-        identity = Identity(self.lineage, self._save_root.sequence, self.parent, self.attempt)
-
-        def make() -> str:
-            self._save_root.finish_deletion()
-            room = plan.total_bytes - (bytes_of(plan, frozen) if self._links else 0)
-            try:
-                self._save_root.check_room(room, progress.global_step)
-                return stage(self._save_root.root, progress.global_step, self.attempt, identity.sequence).path
-            except SaveError:
-                raise
-            except OSError as error:
-                # Here, so that every rank takes it for a save that failed.
-                raise SaveError(f"step {progress.global_step} could not be saved below {self.path}: {error}") from error
-
-        path = self.ranks.decide(make, "preparing the save", str)
-        return SaveJob(
-            root=self._save_root.root,
-            staging=Staging(self._save_root.root, path, progress.global_step, self.attempt, identity.sequence),
-            identity=identity,
-            plan=plan,
-            rank=self.ranks.rank,
-            ranks=self.ranks.size,
-            prefix=self.config.prefix or "checkpoint",
-            entries=entries_of(plan, self.ranks.rank, tensors, frozen),
-            common=progress.common(),
-            training=training,
-            lock=self._save_root.lock,
-            before_commit=self._before_commit,
-            warn=lambda text: self._say(f"warning: {text}"),
-            peers=self.ranks,
-            links=self._links,
-        )
-
     def _finish_underway(self) -> None:
         underway, self._underway = self._underway, None
         if underway is None:
@@ -388,6 +359,7 @@ class Checkpointer:
         return LocalStorage(shared_reads=here > 2 and whole and not self.config.load_balanced)
 
     def _release(self) -> None:
+        self._closed = True
         self._runner.close()
         self._save_root.release()
 

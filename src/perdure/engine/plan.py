@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,8 +33,7 @@ Key = tuple[Section, str]
 _DOING = "planning the save"
 
 
-@dataclass(frozen=True)
-class ShardId:
+class ShardId(NamedTuple):
     """One box of one tensor."""
 
     section: Section

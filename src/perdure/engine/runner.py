@@ -14,6 +14,7 @@ from perdure.engine.staging import Staging as Snapshot
 from perdure.engine.watch import SAVE_THREAD
 from perdure.engine.writer import WriteBuffers
 from perdure.errors import SaveError
+from perdure.format.collector import collector_paused
 from perdure.format.commit import CommitRecord
 
 __all__ = ["SaveRunner", "Underway"]
@@ -67,7 +68,8 @@ class SaveRunner:
             finally:
                 self._ranks.post(*_through(job))
 
-        return self._ranks.together(work, f"saving step {job.common.global_step}")
+        with collector_paused():
+            return self._ranks.together(work, f"saving step {job.common.global_step}")
 
     def _await_first(self, job: SaveJob) -> None:
         """Returns when rank 0 is through: the directory is gone then, or there is word of one that could not go."""

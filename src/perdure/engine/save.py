@@ -16,17 +16,19 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from perdure import __version__
 from perdure.catalog.lock import RootLock
 from perdure.catalog.publish import Staging, discard, publish
 from perdure.catalog.root import Root
+from perdure.engine.filing import ShardFile, Slot
 from perdure.engine.linked import FROZEN, Linkable
 from perdure.engine.plan import SavePlan, ShardId
 from perdure.engine.ranks import Ranks
 from perdure.engine.staging import Staging as Snapshot
 from perdure.engine.streams import devices_of, settle
-from perdure.engine.writer import FileEntry, FileWrite, WriteBuffers
+from perdure.engine.writer import FileWrite, WriteBuffers
 from perdure.errors import PerdureError, SaveError
 from perdure.format.collector import collector_paused
 from perdure.format.commit import CommitRecord
@@ -36,7 +38,7 @@ from perdure.format.metadata import SECTIONS, CheckpointMetadata, FileRecord, Se
 from perdure.format.names import iteration_dirname, part_filename, shard_filename, temporary_name
 from perdure.state.shards import NamedTensor
 
-__all__ = ["Identity", "SaveJob", "entries_of"]
+__all__ = ["Identity", "SaveJob"]
 
 _KIND: dict[Section, str] = {"model": "model", "optimizer": "opt", "extra": "extra"}
 _PART_LIMIT = 1 << 30
@@ -68,49 +70,13 @@ class Part(msgspec.Struct, kw_only=True):
     error: str = ""
 
 
-@dataclass
-class Entry:
-    """A shard on its way into a file."""
-
-    shard: ShardId
-    file: FileEntry
-
-
 @dataclass(frozen=True)
-class _ShardFile:
-    """A file of this rank's: its section, and under which key each shard lies in it."""
+class _File:
+    """A file of this rank's on its way, or linked from an earlier save."""
 
-    section: Section
-    shards: list[tuple[str, ShardId]]
+    shards: ShardFile
     write: FileWrite
-    kept: bool = False
     link: Linkable | None = None
-
-
-def entries_of(
-    plan: SavePlan, rank: int, tensors: Sequence[NamedTensor], frozen: frozenset[str] = frozenset()
-) -> dict[tuple[Section, bool], list[Entry]]:
-    """What `rank` writes, by section and whether it is of the model's `frozen` tensors, each shard under a key that is
-    unique in its file."""
-    memory = {ShardId(t.section, t.name, p.box): p.tensor for t in tensors for p in t.pieces}
-    found: dict[tuple[Section, bool], list[Entry]] = {}
-    mine = plan.writes_of(rank)
-    for section, kept in ((section, kept) for section in SECTIONS for kept in (False, True)):
-        taken = {"__metadata__"}
-        rows = []
-        for shard in mine:
-            if shard.section != section or kept != (section == "model" and shard.name in frozen):
-                continue
-            key, count = shard.name, 0
-            while key in taken:
-                count += 1
-                key = f"{shard.name}#{count}"
-            taken.add(key)
-            dtype = plan.tensors[section, shard.name].dtype
-            rows.append(Entry(shard, FileEntry(key, dtype, memory[shard])))
-        if rows:
-            found[section, kept] = rows
-    return found
 
 
 @dataclass
@@ -124,7 +90,8 @@ class SaveJob:
     rank: int
     ranks: int
     prefix: str
-    entries: InitVar[dict[tuple[Section, bool], list[Entry]]]
+    files: InitVar[Sequence[ShardFile]]
+    tensors: InitVar[Sequence[NamedTensor]]
     common: CommonInfo
     training: dict[str, Any]
     lock: RootLock | None
@@ -133,10 +100,10 @@ class SaveJob:
     peers: Ranks | None = None
     links: Mapping[str, Linkable] = field(default_factory=dict)
 
-    def __post_init__(self, entries: dict[tuple[Section, bool], list[Entry]]) -> None:
+    def __post_init__(self, files: Sequence[ShardFile], tensors: Sequence[NamedTensor]) -> None:
         self.linkable: dict[str, Linkable] = {}
-        self._files = [self._file(section, kept, rows) for (section, kept), rows in entries.items()]
-        self._cuda = devices_of(row.file.tensor for rows in entries.values() for row in rows)
+        self._cuda = devices_of(piece.tensor for tensor in tensors for piece in tensor.pieces)
+        self._files = [self._file(file, file.contents(tensors)) for file in files]
         settle(self._cuda)
         self._early: Exception | None = None
 
@@ -204,57 +171,49 @@ class SaveJob:
             discard(self.staging)
             raise self._failed(error) from error
 
-    def _file(self, section: Section, kept: bool, rows: list[Entry]) -> _ShardFile:
+    def _file(self, file: ShardFile, contents: dict[str, Tensor]) -> _File:
         """A file to be written; or one of frozen weights that has its name already, as nothing in it has changed."""
-        name = shard_filename(self.prefix + FROZEN * kept, _KIND[section], self.rank, self.ranks)
+        name = shard_filename(self.prefix + FROZEN * file.kept, _KIND[file.section], self.rank, self.ranks)
         text = {"format": "pt", "save": self.identity.mark, "rank": str(self.rank)}
-        tensors = {row.file.key: row.file.tensor for row in rows}
-        shapes = [(row.file.key, row.file.dtype, tuple(row.file.tensor.shape)) for row in rows]
-        shards = [(row.file.key, row.shard) for row in rows]
-        file = _ShardFile(section, shards, FileWrite(name, shapes, tensors.__getitem__, text), kept)
-        before = self.links.get(name) if kept else None
-        held = [(r.file.key, r.shard.name, r.file.dtype, *r.shard.box, r.file.tensor) for r in rows]
-        if before is not None and before.holds(held) and before.link(self.root.storage, self._path(file)):
-            return replace(file, link=before)
-        return file
+        found = _File(file, FileWrite(name, file.layout, contents.__getitem__, text))
+        before = self.links.get(name) if file.kept else None
+        if before is not None:
+            held = [(s.key, s.shard.name, s.dtype, *s.shard.box, contents[s.key]) for s in file.slots]
+            if before.holds(held) and before.link(self.root.storage, self._path(found)):
+                return replace(found, link=before)
+        return found
 
-    def _path(self, file: _ShardFile) -> str:
+    def _path(self, file: _File) -> str:
         return os.path.join(self.staging.path, file.write.name)
 
     def _write_files(self, part: Part, buffers: WriteBuffers) -> None:
         if self._early is not None:
             raise self._early
         for file in self._files:
+            number = SECTIONS.index(file.shards.section)
             if file.link is not None:
-                rows = file.link.records(len(part.files))
-                part.shards += [(SECTIONS.index(file.section), name, record) for name, record in rows]
+                part.shards += [(number, name, record) for name, record in file.link.records(len(part.files))]
                 part.files.append(file.link.record)
                 self.linkable[file.write.name] = replace(file.link, path=self._final(file))
                 continue
             written = file.write.run(self.root.storage, self._path(file), buffers)
-            for key, shard in file.shards:
-                digest, blocks = written.digests[key]
-                own = "" if key == shard.name else key
-                record = ShardRecord(len(part.files), shard.box.offset, shard.box.shape, digest, blocks, own)
-                part.shards.append((SECTIONS.index(file.section), shard.name, record))
+            records = [self._record(slot, len(part.files), *written.digests[slot.key]) for slot in file.shards.slots]
+            part.shards += [(number, s.shard.name, r) for s, r in zip(file.shards.slots, records, strict=True)]
             part.files.append(written.record)
-            if file.kept:
-                self.linkable[file.write.name] = self._linkable(file, written.record, part.shards)
+            if file.shards.kept:
+                self.linkable[file.write.name] = self._linkable(file, written.record, records)
 
-    def _final(self, file: _ShardFile) -> str:
+    @staticmethod
+    def _record(slot: Slot, file: int, digest: str, blocks: tuple[str, ...]) -> ShardRecord:
+        (offset, shape), name = slot.shard.box, slot.shard.name
+        return ShardRecord(file, offset, shape, digest, blocks, "" if slot.key == name else slot.key)
+
+    def _final(self, file: _File) -> str:
         return os.path.join(self.root.join(iteration_dirname(self.common.global_step)), file.write.name)
 
-    def _linkable(
-        self, file: _ShardFile, record: FileRecord, shards: Sequence[tuple[int, str, ShardRecord]]
-    ) -> Linkable:
+    def _linkable(self, file: _File, record: FileRecord, shards: Sequence[ShardRecord]) -> Linkable:
         """A file just written, as the next save may link it once this one is committed."""
-        dtypes = {
-            name: self.plan.tensors[section, name].dtype
-            for section, name in self.plan.tensors
-            if section == file.section
-        }
-        own = [(name, shard) for _, name, shard in shards[-len(file.shards) :]]
-        rows = {shard.key or name: (name, dtypes[name], shard) for name, shard in own}
+        rows = {s.key: (s.shard.name, s.dtype, shard) for s, shard in zip(file.shards.slots, shards, strict=True)}
         return Linkable(self._final(file), msgspec.structs.replace(record, save=self.identity.mark), rows)
 
     def _report(self, part: Part, quietly: bool = False) -> None:
@@ -309,14 +268,14 @@ class SaveJob:
             record = TensorRecord(layout.dtype, layout.shape, [], layout.logical, layout.aliases)
             metadata.section(section)[name] = record
         for rank, part in enumerate(parts):
-            written = {(SECTIONS[number], name, shard.box) for number, name, shard in part.shards}
-            planned = {(s.section, s.name, s.box) for s in self.plan.writes_of(rank)}
+            written = {ShardId(SECTIONS[number], name, shard.box) for number, name, shard in part.shards}
+            planned = set(self.plan.writes_of(rank))
             if written != planned or len(part.shards) != len(planned):
                 raise SaveError(f"rank {rank} wrote {len(part.shards)} shards where the plan has {len(planned)}")
             first = len(metadata.files)
             metadata.files.extend(part.files)
             for number, name, shard in part.shards:
-                moved = msgspec.structs.replace(shard, file=first + shard.file)
+                moved = msgspec.structs.replace(shard, file=first + shard.file) if first else shard
                 metadata.section(SECTIONS[number])[name].shards.append(moved)
         return metadata
 

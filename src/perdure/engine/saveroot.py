@@ -154,13 +154,16 @@ class SaveRoot:
         return full == self.root.path or full.startswith(self.root.path + os.sep)
 
     def check_room(self, needed: int, step: int) -> None:
-        """Refuses a save that would not fit.
+        """Refuses a save that would not fit; waits for what retention gave up only where its room is needed.
 
         Raises:
             SaveError: with the bytes needed and free.
         """
         needed += 1 << 20
         free = self.root.storage.free_bytes(self.root.path)
+        if free < needed:
+            self.finish_deletion()
+            free = self.root.storage.free_bytes(self.root.path)
         if free < needed:
             raise SaveError(
                 f"step {step} needs {needed} bytes below {self.root.path}, where {free} are free",
@@ -179,6 +182,7 @@ class SaveRoot:
         # A process that was paused and taken over must not delete what its heir may be reading.
         hidden = self._withdraw() if self.lock is not None and self.lock.still_mine() else []
         if hidden:
+            self.finish_deletion()
             self._deletion = threading.Thread(target=self._delete, args=(hidden,), name="perdure-delete")
             self._deletion.start()
 

@@ -71,21 +71,22 @@ class Staging:
             ctypes.memset(begin + at, 0, min(CHUNK, size - at))
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
 
-    def _copy(self, source: Tensor, begin: int, target: memoryview) -> None:
-        """Puts a tensor's bytes from `begin` on into `target`, which is a part of the memory."""
-        stream = self._streams.get(source.device)
-        if stream is not None and self._memory is not None:
-            at = address_of(target) - self._memory.data_ptr()
+    def _copy(self, source: Tensor, begin: int, target: int, size: int) -> None:
+        """Puts `size` bytes of a tensor from `begin` on to an address in the memory."""
+        if source.is_cpu and source.is_contiguous():
+            ctypes.memmove(target, source.data_ptr() + begin, size)
+        elif (stream := self._streams.get(source.device)) is not None and self._memory is not None:
+            at = target - self._memory.data_ptr()
             with torch.cuda.stream(stream):
                 # Memory that is given back before the copy is done must not be given out again before.
                 source.record_stream(stream)
                 flat = source.contiguous().reshape(-1).view(torch.uint8)
-                self._memory[at : at + len(target)].copy_(flat[begin:], non_blocking=True)
-        elif source.device.type == "cpu" and not source.is_contiguous() and begin == 0:
+                self._memory[at : at + size].copy_(flat[begin : begin + size], non_blocking=True)
+        elif source.is_cpu and begin == 0:
             _typed(target, source).copy_(source)
         else:
             plain = source.contiguous().cpu()
-            ctypes.memmove(address_of(target), plain.data_ptr() + begin, len(target))
+            ctypes.memmove(target, plain.data_ptr() + begin, size)
 
     def _room(self, size: int, pinned: bool) -> Tensor:
         if self._taking is not None:
@@ -114,5 +115,6 @@ def cuts(sizes: Sequence[int], limit: int | None) -> list[int]:
     return begins
 
 
-def _typed(target: memoryview, like: Tensor) -> Tensor:
-    return torch.frombuffer(target, dtype=torch.uint8).view(like.dtype).reshape(like.shape)
+def _typed(address: int, like: Tensor) -> Tensor:
+    memory = (ctypes.c_char * like.nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).reshape(like.shape)

@@ -12,7 +12,7 @@ __all__ = ["devices_of", "join", "settle"]
 
 def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
     """The CUDA devices that any of the tensors is on."""
-    return tuple({tensor.device for tensor in tensors if tensor.device.type == "cuda"})
+    return tuple({tensor.device for tensor in tensors if tensor.is_cuda})
 
 
 def settle(devices: Iterable[torch.device]) -> None:

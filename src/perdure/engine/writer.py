@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -23,11 +23,21 @@ from torch import Tensor
 from perdure.engine.priority import lower_priority
 from perdure.format.digest import ShardDigester, digest_bytes
 from perdure.format.metadata import FileRecord
-from perdure.format.safetensors import ALIGNMENT, header_bytes, lay_out
+from perdure.format.safetensors import ALIGNMENT, header_from, lay_out, table_bytes
 from perdure.storage.base import FileWriter, Storage
 from perdure.storage.memory import address_of, aligned
 
-__all__ = ["CHUNK", "FileEntry", "FileWrite", "WriteBuffers", "WrittenFile", "memory_of", "write_file", "write_tensors"]
+__all__ = [
+    "CHUNK",
+    "FileEntry",
+    "FileLayout",
+    "FileWrite",
+    "WriteBuffers",
+    "WrittenFile",
+    "memory_of",
+    "write_file",
+    "write_tensors",
+]
 
 CHUNK = 2 << 20
 
@@ -109,47 +119,58 @@ def write_tensors(
     Raises:
         OSError: the storage refused; nothing is promised of the file then.
     """
-    return FileWrite(name, shapes, tensor, text).run(storage, path, buffers)
+    return FileWrite(name, FileLayout(shapes), tensor, text).run(storage, path, buffers)
 
 
-class FileWrite:
-    """One file on its way: laid out at once; written from live tensors and, from `cut` on, from a staged image.
+class FileLayout:
+    """Where tensors lie in a file: the same for all files of tensors with these names, dtypes and shapes.
 
     Args:
         shapes: (key, stored dtype, shape) of each tensor.
-        tensor: gives the tensor of a key, of that dtype and shape, when its turn comes.
+    """
+
+    def __init__(self, shapes: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
+        self.entries = lay_out(shapes)
+        self.size = max((e.end for e in self.entries.values()), default=0)
+        self._table = table_bytes(self.entries)
+
+    def header(self, text: dict[str, str]) -> bytearray:
+        """The header of a file with this free text."""
+        return bytearray(header_from(self._table, text))
+
+
+class FileWrite:
+    """One file on its way: written from live tensors and, from `cut` on, from a staged image.
+
+    Args:
+        tensor: gives the tensor of a key, of the layout's dtype and shape, when its turn comes.
         text: the header's free text.
     """
 
-    def __init__(
-        self,
-        name: str,
-        shapes: Sequence[tuple[str, str, tuple[int, ...]]],
-        tensor: Callable[[str], Tensor],
-        text: dict[str, str],
-    ) -> None:
+    def __init__(self, name: str, layout: FileLayout, tensor: Callable[[str], Tensor], text: dict[str, str]) -> None:
         self.name = name
-        self._layout = lay_out(shapes)
-        self._header = bytearray(header_bytes(self._layout, text))
+        self._layout = layout.entries
+        self._header = layout.header(text)
         self._tensor: Callable[[str], Tensor] | None = tensor
-        self.size = len(self._header) + max((e.end for e in self._layout.values()), default=0)
+        self.size = len(self._header) + layout.size
         self.padded = -(-self.size // ALIGNMENT) * ALIGNMENT
         self.cut, self._image = self.padded, memoryview(b"")
         self._writing: _Writing | None = None
 
-    def stage(self, image: memoryview, cut: int, copy: Callable[[Tensor, int, memoryview], None]) -> None:
+    def stage(self, image: memoryview, cut: int, copy: Callable[[Tensor, int, int, int], None]) -> None:
         """Copies the file's bytes from `cut` (a multiple of CHUNK) on into `image`, to be written from there.
 
         Args:
             image: `padded - cut` bytes that begin on a page and are left alone until the file is written.
-            copy: `copy(tensor, begin, target)` puts the tensor's bytes from `begin` on into `target`.
+            copy: `copy(tensor, begin, target, size)` puts `size` bytes of the tensor from `begin` on to the address
+                `target`.
         """
-        start = len(self._header)
+        start, base = len(self._header), address_of(image) - cut if image else 0
         image[: max(start - cut, 0)] = self._header[cut:]
         for key, entry in self._layout.items():
             first = max(cut - start, entry.begin)
             if first < entry.end:
-                copy(self._live(key), first - entry.begin, image[start + first - cut : start + entry.end - cut])
+                copy(self._live(key), first - entry.begin, base + start + first, entry.end - first)
         image[self.size - cut :] = bytes(self.padded - self.size)
         self.cut, self._image = cut, image
         if cut == 0:
@@ -191,7 +212,8 @@ class FileWrite:
 
     def _live(self, key: str) -> Tensor:
         assert self._tensor is not None
-        return self._tensor(key).detach()
+        tensor = self._tensor(key)
+        return tensor.detach() if tensor.requires_grad else tensor
 
     def _chunks(self) -> Iterator[_Chunk]:
         """The file in order; live tensors are asked for one by one."""
@@ -325,6 +347,9 @@ class _Writing:
         try:
             for run in chunk.runs:
                 if run.key is None:
+                    continue
+                if run.ends and run.begin == 0:
+                    self._digests[run.key] = digest_bytes(data[run.at : run.at + run.size]), ()
                     continue
                 if digester is None:
                     digester = chunk.inherited.result() if run.at == 0 and chunk.inherited else ShardDigester()

@@ -43,7 +43,7 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     save: str = ""
 
 
-class ShardRecord(msgspec.Struct, frozen=True, array_like=True):
+class ShardRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One piece of a tensor: index of its file, its box in the tensor (in elements), its digest.
 
     `blocks` holds the digests of a shard's 8 MiB blocks (empty up to one block). `key` is the
@@ -63,7 +63,7 @@ class ShardRecord(msgspec.Struct, frozen=True, array_like=True):
         return Box(self.offset, self.shape)
 
 
-class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One tensor: stored dtype (safetensors' name), global shape, shards.
 
     `logical` is the torch dtype that the stored elements are a view of (`complex64` held as pairs of

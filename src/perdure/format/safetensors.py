@@ -16,7 +16,18 @@ from perdure.errors import DamagedCheckpointError
 from perdure.format.dtypes import BY_SAFETENSORS, as_held
 from perdure.format.jsonio import encode
 
-__all__ = ["ALIGNMENT", "HEADER_LIMIT", "Entry", "Header", "header_bytes", "header_length", "lay_out", "parse_header"]
+__all__ = [
+    "ALIGNMENT",
+    "HEADER_LIMIT",
+    "Entry",
+    "Header",
+    "header_bytes",
+    "header_from",
+    "header_length",
+    "lay_out",
+    "parse_header",
+    "table_bytes",
+]
 
 ALIGNMENT = 4096
 HEADER_LIMIT = 100_000_000  # the safetensors library's own cap
@@ -63,10 +74,23 @@ def header_bytes(entries: Mapping[str, Entry], text: Mapping[str, str]) -> bytes
     Raises:
         ValueError: the header would exceed what the safetensors library reads.
     """
-    table: dict[str, Any] = {_RESERVED: dict(text)}
-    for key, entry in entries.items():
-        table[key] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.begin, entry.end)}
-    body = encode(table)
+    return header_from(table_bytes(entries), text)
+
+
+def table_bytes(entries: Mapping[str, Entry]) -> bytes:
+    """The entries as JSON: all of a header that is the same in every file of such tensors."""
+    return encode(
+        {
+            key: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.begin, entry.end)}
+            for key, entry in entries.items()
+        }
+    )
+
+
+def header_from(table: bytes, text: Mapping[str, str]) -> bytes:
+    """As `header_bytes`, from what `table_bytes` gave."""
+    separator = b"" if table == b"{}" else b","
+    body = b'{"%s":%s%s%s' % (_RESERVED.encode(), encode(dict(text)), separator, table[1:])
     size = -(-(8 + len(body)) // ALIGNMENT) * ALIGNMENT
     if size - 8 > HEADER_LIMIT:
         raise ValueError(f"a safetensors header of {size} bytes is over the limit of {HEADER_LIMIT}")

@@ -159,7 +159,7 @@ def _collect_value(name: str, value: Any, tensors: list[NamedTensor], values: di
     """A tensor goes among the tensors; a number too, with its kind noted; anything else is JSON."""
     if isinstance(value, Tensor):
         tensors.append(describe("optimizer", name, value))
-        if not hasattr(value, "placements") and value.dim() == 0 and value.device.type == "cpu":
+        if value.dim() == 0 and not hasattr(value, "placements") and value.device.type == "cpu":
             values[name] = {"kind": "host"}
     elif type(value) is int and abs(value) < 1 << 63:
         tensors.append(describe("optimizer", name, torch.tensor(value, dtype=torch.int64)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from perdure.errors import UnsupportedStateError
@@ -17,16 +19,14 @@ from perdure.format.metadata import Section, TensorRecord
 __all__ = ["NamedTensor", "Piece", "blank", "describe", "dtype_name", "held", "is_plain", "local_pieces"]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """A box of a tensor and the memory that holds it; `tensor.shape == box.shape`, any stride, any device."""
 
     box: Box
     tensor: Tensor
 
 
-@dataclass(frozen=True)
-class NamedTensor:
+class NamedTensor(msgspec.Struct, frozen=True, gc=False):
     """One tensor as this rank sees it.
 
     `dtype` is the stored dtype (safetensors' name), `logical` the torch dtype it is a view of or "",
@@ -39,7 +39,13 @@ class NamedTensor:
     logical: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    aliases: tuple[str, ...] = field(default=())
+    aliases: tuple[str, ...] = ()
+
+
+_AS_IS: dict[torch.dtype, str] = {
+    getattr(torch, name): how.stored for name, how in BY_TORCH.items() if not how.is_view and hasattr(torch, name)
+}
+_whole = lru_cache(maxsize=4096)(whole)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -79,6 +85,9 @@ def describe(
     Raises:
         UnsupportedStateError: its kind cannot be held in a checkpoint; the name is given.
     """
+    if (dtype := _ordinary(name, tensor)) is not None:
+        box = _whole(tensor.shape)
+        return NamedTensor(section, name, dtype, "", box.shape, (Piece(box, tensor.detach()),), aliases)
     _refuse(section, name, tensor, values)
     shape, pieces = local_pieces(tensor)
     how = BY_TORCH[dtype_name(tensor.dtype)]
@@ -86,6 +95,14 @@ def describe(
     stored = tuple(Piece(Box(p.box.offset + (0,) * len(tail), p.box.shape + tail), held(p.tensor)) for p in pieces)
     logical = dtype_name(tensor.dtype) if how.is_view else ""
     return NamedTensor(section, name, how.stored, logical, shape + tail, stored, aliases)
+
+
+def _ordinary(name: str, tensor: Tensor) -> str | None:
+    """The stored dtype of a tensor that nothing is peculiar about, as almost all are: seen several times sooner."""
+    plain = type(tensor) in (Parameter, Tensor) and tensor.layout is torch.strided and not tensor.is_nested
+    if plain and name.isascii() and not (tensor.is_meta or tensor.is_conj() or tensor.is_neg()):
+        return _AS_IS.get(tensor.dtype)
+    return None
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from perdure import CheckpointConfig, Checkpointer, Progress
 from perdure.engine.staging import Staging, cuts
-from perdure.engine.writer import CHUNK, FileWrite, WriteBuffers
+from perdure.engine.writer import CHUNK, FileLayout, FileWrite, WriteBuffers
 from perdure.storage.local import LocalStorage
 
 sizes = st.lists(st.integers(1, 4 * CHUNK // 4096).map(lambda pages: pages * 4096), min_size=1, max_size=4)
@@ -45,7 +45,7 @@ def state(scale: int) -> dict[str, Tensor]:
 def file_of(tensors: dict[str, Tensor]) -> FileWrite:
     dtypes = {torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16"}
     shapes = [(name, dtypes[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
-    return FileWrite("f", shapes, tensors.__getitem__, {"format": "pt"})
+    return FileWrite("f", FileLayout(shapes), tensors.__getitem__, {"format": "pt"})
 
 
 @settings(deadline=None, max_examples=20)
