@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from perdure import Checkpoint, CheckpointConfig, Checkpointer, Progress
-from perdure.errors import MismatchError
+from perdure.errors import MismatchError, RanksError, UnsupportedStateError
 
 from . import forked
 
@@ -43,9 +43,9 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def checkpointer(root: Path, model: nn.Module, optimizer: Any) -> Checkpointer:
+def checkpointer(root: Path, model: nn.Module, optimizer: Any, **extra: Any) -> Checkpointer:
     config = CheckpointConfig(save_path=str(root), auto_resume=True)
-    return Checkpointer(config, model=model, optimizer=optimizer, say=lambda line: None)
+    return Checkpointer(config, model=model, optimizer=optimizer, extra=extra, say=lambda line: None)
 
 
 def look(model: nn.Module) -> None:
@@ -93,3 +93,24 @@ def test_an_error_that_every_rank_catches_ends_with_its_checkpointer(tmp_path: P
 
     assert forked.job(tmp_path / "job", 2, work) == [0, 0], forked.told(tmp_path / "job")
     assert Checkpoint(tmp_path / "out").iteration == 2
+
+
+def test_what_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with checkpointer(tmp_path / "steps", model, optimizer) as saver:
+            with pytest.raises(RanksError, match=r"rank 0 at step 5 with 8 samples, rank 1 at step 6 with 8 samples"):
+                saver.save(Progress(5 + rank, 8, 4))
+            saver.save(Progress(6, 8, 4))
+        model, optimizer = sharded(0)
+        second = torch.optim.Adam(model.parameters())
+        model(torch.randn(4, 5)).square().mean().backward()
+        second.step()
+        with (
+            checkpointer(tmp_path / "second", model, optimizer, second=second) as saver,
+            pytest.raises(UnsupportedStateError, match=r"second\.state\.0\.exp_avg: a tensor that is sharded"),
+        ):
+            saver.save(Progress(1, 4, 4))
+
+    assert forked.job(tmp_path / "job", 2, work) == [0, 0], forked.told(tmp_path / "job")

@@ -15,7 +15,7 @@ from perdure import Checkpoint
 from perdure.cli.main import run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "own-loop.md").read_text(encoding="utf-8")
-WHOLE, REGISTERED, SEVERAL, SIGNAL, LOOKING = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+WHOLE, REGISTERED, OPTIMIZERS, SEVERAL, SIGNAL, LOOKING = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
 def start(code: str) -> None:
@@ -56,6 +56,13 @@ def test_registered_objects() -> None:
     assert reached() == (10, 40)
 
 
+def test_several_optimizers_go_on_exactly() -> None:
+    start(OPTIMIZERS.replace('save_path="out"', 'save_path="straight"'))
+    start(OPTIMIZERS.replace("global_step < 10", "global_step < 5"))
+    start(OPTIMIZERS)
+    assert run(["diff", "straight", "out"]) == 0
+
+
 @pytest.mark.timeout(180)
 def test_several_ranks(here: Path) -> None:
     def launch(code: str, ranks: int) -> None:
@@ -74,4 +81,6 @@ def test_a_signal_and_a_look(request: pytest.FixtureRequest) -> None:
     request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
     start(SIGNAL)
     assert reached() == (3, 3)
+    start(SIGNAL.replace("== 3", "== 5"))
+    assert reached() == (5, 5)
     start(LOOKING)

@@ -20,7 +20,7 @@ from perdure import CheckpointConfig, Checkpointer, Progress
 from perdure.catalog.events import read_events
 from perdure.catalog.root import Root
 from perdure.engine import checkpointer as engine
-from perdure.errors import SaveError, UnsupportedStateError, UsageError
+from perdure.errors import PerdureError, SaveError, UnsupportedStateError, UsageError
 from perdure.format.digest import digest_bytes
 from perdure.storage.base import FileWriter
 from perdure.storage.faults import FaultStorage
@@ -211,6 +211,31 @@ def test_what_cannot_be_held_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedStateError, match="'plain' of type int"):
         tiny.trainer(tmp_path / "b", 5, extra={"plain": 3}).train()
     assert tiny.numbers(tmp_path / "a" / "checkpoint") == []
+
+
+def test_objects_of_other_kinds_are_told_at_once(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config: Any = CheckpointConfig(save_path=str(tmp_path / "out"))
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        (config, {"model": {"a": model}}, "model: expected a torch.nn.Module, found dict"),
+        (
+            config,
+            {"model": model, "optimizer": [optimizer]},
+            "optimizer: expected one torch.optim.Optimizer, found list",
+        ),
+        (config, {"model": model, "extra": [optimizer]}, "extra: expected objects by name, found list"),
+        (config, {"model": model, "extra": {1: optimizer}}, "extra: 1 cannot be a registered name"),
+        ({"save_path": "out"}, {"model": model}, "config: expected a CheckpointConfig, found dict"),
+    ]
+    for given, objects, message in wrong:
+        with pytest.raises(PerdureError, match=message):
+            Checkpointer(given, **objects)
+    assert not (tmp_path / "out").exists()
+    with Checkpointer(config, model=model, optimizer=optimizer) as closed:
+        pass
+    with pytest.raises(UsageError, match="is closed"):
+        closed.save(Progress(1, 4, 4))
 
 
 @pytest.mark.parametrize("background", [False, True])

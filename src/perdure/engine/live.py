@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from perdure.engine.ranks import Ranks
 from perdure.engine.writer import memory_of
-from perdure.errors import SaveError
+from perdure.errors import SaveError, UsageError
 from perdure.format.digest import digest_bytes
 from perdure.format.jsonio import encode
 from perdure.state.dormant import Dormant
@@ -35,10 +35,12 @@ class Live:
     """Model, optimizer and registered objects.
 
     Raises:
+        UsageError: they are of other kinds.
         UnsupportedStateError: a registered object cannot be saved.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, extra: Mapping[str, Any]) -> None:
+        _check_kinds(model, optimizer, extra)
         check_registered(extra)
         self.model, self.optimizer, self.extra = model, optimizer, dict(extra)
         self._dormant = Dormant()
@@ -138,6 +140,21 @@ class Live:
         return merge_optimizers(ranks.gather(described, doing)), tensors
 
 
+def _check_kinds(model: Any, optimizer: Any, extra: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"model: expected a torch.nn.Module, found {type(model).__name__}",
+            hint="put several models into one: torch.nn.ModuleDict",
+        )
+    if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+        raise UsageError(
+            f"optimizer: expected one torch.optim.Optimizer, found {type(optimizer).__name__}",
+            hint="where there are several, or a scheduler, register the others in `extra`",
+        )
+    if not isinstance(extra, Mapping):
+        raise UsageError(f"extra: expected objects by name, found {type(extra).__name__}")
+
+
 @dataclass(frozen=True)
 class _Collected:
     """One object's state on this rank; `shared` is what the other ranks need of it: its tree, or a digest."""
@@ -150,14 +167,15 @@ class _Collected:
 
 def _collect(name: str, value: Any, rank: int) -> _Collected:
     per_rank = bool(getattr(value, "per_rank", False))
-    tree, tensors = collect(f"{name}@{rank}" if per_rank else name, value.state_dict())
+    lies = hasattr(value, "layout_of")
+    tree, tensors = collect(f"{name}@{rank}" if per_rank else name, value.state_dict(), sharded=lies)
     # A module may be on some pipeline stages only, and rank 0 is to know what it keeps.
     of_module = isinstance(value, _ModuleState)
     shared = {
         "per_rank": per_rank,
         "everywhere": not of_module,
         # Each rank has parts of its own of tensors that lie as the model's do.
-        "digest": "" if per_rank else _digest(tree, [] if hasattr(value, "layout_of") else tensors),
+        "digest": "" if per_rank else _digest(tree, [] if lies else tensors),
         "tree": tree if per_rank or of_module else None,
     }
     return _Collected(name, tree, tensors, shared)

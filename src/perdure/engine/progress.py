@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
+from typing import Any
 
 from perdure.data.growth import Counters, Stretches, counters
-from perdure.format.common import HEALTHY, CommonInfo
+from perdure.errors import UsageError
+from perdure.format.common import HEALTHY, SCALE_LIMIT, UNHEALTHY, CommonInfo
+from perdure.format.names import MAX_ITERATION
 
 __all__ = ["Progress"]
 
@@ -59,15 +63,26 @@ class Progress:
         return counters(self.stretches, self.consumed_samples, self.global_batch_size)
 
     def common(self) -> CommonInfo:
-        """The record for common.json."""
+        """The record for common.json.
+
+        Raises:
+            UsageError: a number is not one that can be read again.
+        """
+        scale, status = self.loss_scale, self.ckpt_status
+        if not isinstance(scale, int | float) or not 0 < scale < SCALE_LIMIT:
+            raise UsageError(f"progress.loss_scale: expected a positive, finite number, found {scale!r}")
+        if status not in (HEALTHY, UNHEALTHY):
+            raise UsageError(f"progress.ckpt_status: expected {HEALTHY} (healthy) or {UNHEALTHY}, found {status!r}")
+        step, batch = _whole("global_step", self.global_step), _whole("global_batch_size", self.global_batch_size, 1)
+        consumed = _whole("consumed_samples", self.consumed_samples)
         return CommonInfo(
             epoch_num=self.epoch_num,
             step_num=self.step_num,
-            global_step=self.global_step,
-            loss_scale=self.loss_scale,
-            global_batch_size=self.global_batch_size,
-            consumed_samples=self.consumed_samples,
-            ckpt_status=self.ckpt_status,
+            global_step=step,
+            loss_scale=float(scale),
+            global_batch_size=batch,
+            consumed_samples=consumed,
+            ckpt_status=int(status),
         )
 
     @classmethod
@@ -80,3 +95,14 @@ class Progress:
             loss_scale=common.loss_scale,
             ckpt_status=common.ckpt_status,
         )
+
+
+def _whole(name: str, value: Any, least: int = 0) -> int:
+    """A number of any integer type."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = -1
+    if not least <= number <= MAX_ITERATION:
+        raise UsageError(f"progress.{name}: expected a whole number from {least} on, found {str(value)[:80]}")
+    return number

@@ -9,10 +9,13 @@ import msgspec
 from perdure.errors import DamagedCheckpointError
 from perdure.format.jsonio import encode
 
-__all__ = ["HEALTHY", "UNHEALTHY", "CommonInfo"]
+__all__ = ["HEALTHY", "SCALE_LIMIT", "UNHEALTHY", "CommonInfo"]
 
 HEALTHY, UNHEALTHY = 0, 1
 _LIMIT = 1 << 62
+
+SCALE_LIMIT = 2.0**127
+"""Gradient scales are below this, so that float32 holds them."""
 
 
 class CommonInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +70,7 @@ class CommonInfo(msgspec.Struct, frozen=True, kw_only=True):
         consumed = _count({"consumed_samples": step * batch} | _known(raw), "consumed_samples", file, None)
         scale = raw.get("loss_scale")
         scale = 1.0 if scale is None else scale
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < 2.0**127:
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < SCALE_LIMIT:
             raise DamagedCheckpointError(
                 f"{file}: loss_scale: expected a positive number, found {_short(scale)}", file=file
             )

@@ -42,7 +42,7 @@ LOCK = "lock"
 
 SHARD_KINDS = ("model", "opt", "extra")
 
-_MAX_ITERATION = 10**18
+MAX_ITERATION = 10**18
 _ITERATION = re.compile(r"iteration_(\d{8}|[1-9]\d{8,18})")
 _SEQUENCE = r"0|[1-9]\d{0,17}"
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
@@ -78,8 +78,8 @@ class Leftover(NamedTuple):
 
 def iteration_dirname(iteration: int) -> str:
     """`iteration_00002000`: eight digits, zero-padded, growing past eight."""
-    if not 0 <= iteration <= _MAX_ITERATION:
-        raise ValueError(f"iteration {iteration} is outside 0..{_MAX_ITERATION}")
+    if not 0 <= iteration <= MAX_ITERATION:
+        raise ValueError(f"iteration {iteration} is outside 0..{MAX_ITERATION}")
     return f"iteration_{iteration:08d}"
 
 
@@ -88,7 +88,7 @@ def parse_iteration_dirname(name: str) -> int | None:
     match = _ITERATION.fullmatch(name)
     if match is None or not name.isascii():
         return None
-    return int(match[1]) if int(match[1]) <= _MAX_ITERATION else None
+    return int(match[1]) if int(match[1]) <= MAX_ITERATION else None
 
 
 def partial_dirname(iteration: int, attempt: str, sequence: int) -> str:
@@ -159,4 +159,4 @@ def parse_tracker(data: bytes) -> int | None:
     text = data[:64].strip()
     if len(data) > 64 or not re.fullmatch(rb"\d{1,19}", text):
         return None
-    return int(text) if int(text) <= _MAX_ITERATION else None
+    return int(text) if int(text) <= MAX_ITERATION else None

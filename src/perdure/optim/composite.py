@@ -38,6 +38,7 @@ class CompositeOptimizer(Optimizer):
                 self.parts[algorithm] = build(own)
         remaining = {algorithm: iter(part.param_groups) for algorithm, part in self.parts.items()}
         super().__init__([next(remaining[group["algorithm"]]) for group in groups], {})
+        self._share()
         self._built = True
 
     @overload
@@ -46,17 +47,24 @@ class CompositeOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Let every part update its groups, in the order of the builders."""
+        """Let every part update its groups, in the order of the builders; a part alone may step by itself."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for algorithm, part in self.parts.items():
-            # Linked at every step, because loading a state dictionary replaces both objects here.
-            part.param_groups = [group for group in self.param_groups if group["algorithm"] == algorithm]
-            part.state = self.state
+        for part in self.parts.values():
             part.step()
         return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Loading a state dictionary puts other objects here, which the parts are to share as well."""
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        for algorithm, part in self.parts.items():
+            part.param_groups = [group for group in self.param_groups if group["algorithm"] == algorithm]
+            part.state = self.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the part that the group's `algorithm` names.

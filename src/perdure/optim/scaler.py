@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from perdure.errors import UsageError
+from perdure.format.common import SCALE_LIMIT
 
 __all__ = ["LossScaler"]
 
@@ -17,7 +18,7 @@ class LossScaler:
     """A factor on the loss that keeps small float16 gradients from vanishing.
 
     Dynamic: a step with a non-finite gradient is not applied and multiplies the scale by `backoff_factor`;
-    `growth_interval` finite steps in a row multiply it by `growth_factor`. This is the rule of
+    `growth_interval` finite steps in a row multiply it by `growth_factor`, as far as float32 holds it. This is the rule of
     `torch.amp.GradScaler`, with the state in two plain numbers. Static (`dynamic=False`): the scale never moves, and
     1.0 leaves loss and gradients untouched.
 
@@ -78,7 +79,8 @@ class LossScaler:
             return
         self.good_steps += 1
         if self.good_steps >= self.growth_interval:
-            self.scale *= self.growth_factor
+            grown = self.scale * self.growth_factor
+            self.scale = grown if grown < SCALE_LIMIT else self.scale
             self.good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:

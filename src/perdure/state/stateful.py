@@ -37,7 +37,7 @@ def check_registered(objects: Mapping[str, Any]) -> None:
         UnsupportedStateError: no `state_dict`/`load_state_dict`, or a name that cannot be stored.
     """
     for name, value in objects.items():
-        if not name or "@" in name:
+        if not isinstance(name, str) or not name or "@" in name:
             raise UnsupportedStateError(f"extra: {name!r} cannot be a registered name: a non-empty text without '@'")
         # Tensors are called `<name>.<path>`: two objects must not meet in one name, nor an object the model's modules.
         above = next((other for other in ("model", *objects) if name.startswith(f"{other}.")), None)
@@ -54,8 +54,11 @@ def check_registered(objects: Mapping[str, Any]) -> None:
             )
 
 
-def collect(name: str, state: Any) -> tuple[Any, list[NamedTensor]]:
+def collect(name: str, state: Any, *, sharded: bool = True) -> tuple[Any, list[NamedTensor]]:
     """The state of the object registered as `name`: its JSON tree and its tensors (`<name>.<path>`).
+
+    Args:
+        sharded: tensors may be sharded over ranks: a load will know how they lie.
 
     Raises:
         UnsupportedStateError: something in it cannot be held; the message says where.
@@ -64,6 +67,12 @@ def collect(name: str, state: Any) -> tuple[Any, list[NamedTensor]]:
     taken: set[str] = set()
 
     def reference(tensor: Tensor, where: str) -> Any:
+        if hasattr(tensor, "placements") and not sharded:
+            raise UnsupportedStateError(
+                f"extra: {where[:300]}: a tensor that is sharded over ranks cannot be saved in a registered object",
+                hint="give whole tensors in state_dict(), or the object a method layout_of(path); state of a second "
+                "optimizer is kept where both are one: see `Several optimizers` in docs/guides/own-loop.md",
+            )
         unique, count = where, 1
         while unique in taken:
             count += 1

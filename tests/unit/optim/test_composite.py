@@ -131,3 +131,14 @@ def test_a_part_without_groups_is_left_out_and_a_closure_is_evaluated_once() -> 
 
     assert optimizer.step(closure) == 1.5
     assert calls == [True]
+
+
+def test_parts_may_step_by_themselves() -> None:
+    params, again = parameters(), parameters()
+    optimizer, second = MuonWithAdamW(groups(params), 1e-2), MuonWithAdamW(groups(again), 1e-2)
+    for at in range(2):
+        step(params, optimizer, at=at)
+        step(again, *second.parts.values(), at=at)
+        second.load_state_dict(copy.deepcopy(second.state_dict()))
+    assert same(values(params), values(again))
+    assert len(second.state) == len(optimizer.state)

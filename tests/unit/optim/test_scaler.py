@@ -85,3 +85,10 @@ def test_settings_that_cannot_work_are_refused() -> None:
     for keys in ({"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"growth_interval": 0}):
         with pytest.raises(UsageError):
             LossScaler(**keys)  # type: ignore[arg-type]
+
+
+def test_the_scale_stays_one_that_a_checkpoint_can_hold() -> None:
+    scaler = LossScaler(scale=2.0**126, growth_interval=1)
+    for _ in range(3):
+        scaler.update(True)
+    assert scaler.scale == 2.0**126
