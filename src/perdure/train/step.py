@@ -239,8 +239,9 @@ def loss_and_count(loss: LossFunction, model: nn.Module, data: Any, samples: int
         return value * samples, samples
     if isinstance(count, Tensor) and count.numel() == 1:
         return value, count.detach().reshape(()).to(torch.int64)
-    if isinstance(count, Real) and math.isfinite(count):
-        return value, int(math.trunc(count))
+    is_number = isinstance(count, Real) and math.isfinite(count)
+    if is_number:
+        return value, int(count)
     raise UsageError(
         f"the loss function gave {_described(count)} for its count; expected one number",
         hint="compute_loss_func(model, batch) returns (sum, count): of how many tokens or samples it is the sum",
