@@ -68,7 +68,8 @@ class Progress:
         Raises:
             UsageError: a number is not one that can be read again.
         """
-        scale, status = self.loss_scale, self.ckpt_status
+        scale: Any = self.loss_scale
+        status = self.ckpt_status
         if not isinstance(scale, int | float) or not 0 < scale < SCALE_LIMIT:
             raise UsageError(f"progress.loss_scale: expected a positive, finite number, found {scale!r}")
         if status not in (HEALTHY, UNHEALTHY):

@@ -18,9 +18,9 @@ class LossScaler:
     """A factor on the loss that keeps small float16 gradients from vanishing.
 
     Dynamic: a step with a non-finite gradient is not applied and multiplies the scale by `backoff_factor`;
-    `growth_interval` finite steps in a row multiply it by `growth_factor`, as far as float32 holds it. This is the rule of
-    `torch.amp.GradScaler`, with the state in two plain numbers. Static (`dynamic=False`): the scale never moves, and
-    1.0 leaves loss and gradients untouched.
+    `growth_interval` finite steps in a row multiply it by `growth_factor`, as far as float32 holds it. This is the
+    rule of `torch.amp.GradScaler`, with the state in two plain numbers. Static (`dynamic=False`): the scale never
+    moves, and 1.0 leaves loss and gradients untouched.
 
     Whether a step was finite is for all ranks to agree on: `unscale_` says what it saw here, the caller reduces that
     over the ranks and passes the outcome to `update`.

@@ -37,7 +37,7 @@ _FLATTENING = "FullyShardedDataParallel"
 
 
 @cache
-def _inside(kind: type[nn.Module]) -> str:
+def _inside(kind: type) -> str:
     """The attribute under which modules of a class have what they wrap, or ""."""
     names = [each.__name__ for each in kind.__mro__]
     if _FLATTENING in names:
@@ -50,7 +50,8 @@ def _inside(kind: type[nn.Module]) -> str:
 
 def _unwrap(module: nn.Module) -> nn.Module:
     while True:
-        inner = getattr(module, _inside(type(module)), None)
+        kind: Any = type(module)
+        inner = getattr(module, _inside(kind), None)
         if not isinstance(inner, nn.Module):
             return module
         module = inner

@@ -30,7 +30,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
-def check_registered(objects: Mapping[str, Any]) -> None:
+def check_registered(objects: Mapping[Any, Any]) -> None:
     """Refuses, by name, what cannot be registered.
 
     Raises:
