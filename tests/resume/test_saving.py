@@ -16,11 +16,11 @@ import torch
 from tests import tiny
 from torch import Tensor, nn
 
-from perdure import CheckpointConfig, Checkpointer, Progress
+from perdure import Callback, CheckpointConfig, Checkpointer, Progress
 from perdure.catalog.events import read_events
-from perdure.catalog.root import Root
+from perdure.catalog.root import Iteration, Root
 from perdure.engine import checkpointer as engine
-from perdure.errors import PerdureError, SaveError, UnsupportedStateError, UsageError
+from perdure.errors import PerdureError, SaveError, TrainingError, UnsupportedStateError, UsageError
 from perdure.format.digest import digest_bytes
 from perdure.storage.base import FileWriter
 from perdure.storage.faults import FaultStorage
@@ -245,10 +245,41 @@ def test_a_commit_vouches_for_the_ledger_as_it_was(tmp_path: Path, background: b
         tiny.trainer(tmp_path, stop, checkpoint=keys).train()
     ledger = (tmp_path / "ledger.jsonl").read_bytes()
     for iteration in Root(str(tmp_path / "checkpoint")).iterations():
-        commit = iteration.commit
-        assert digest_bytes(ledger[: commit.ledger_bytes]) == commit.ledger_digest
-        steps = [json.loads(line)["step"] for line in ledger[: commit.ledger_bytes].splitlines()]
-        assert max(steps) >= iteration.iteration
+        vouches(iteration, ledger)
+
+
+def vouches(iteration: Iteration, ledger: bytes) -> None:
+    """A commit holds the digest of the ledger's beginning, up to its own step at least."""
+    commit = iteration.commit
+    assert digest_bytes(ledger[: commit.ledger_bytes]) == commit.ledger_digest
+    steps = [json.loads(line)["step"] for line in ledger[: commit.ledger_bytes].splitlines()]
+    assert max(steps) >= iteration.iteration
+
+
+def test_a_background_save_that_outlives_the_run_s_error_vouches_for_the_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails(Callback):
+        def on_step_end(self, trainer: Any, state: Any) -> None:
+            if state.global_step == 3:
+                raise ValueError("of the user's")
+
+    use(monkeypatch, SlowStorage())
+    keys = {"save_interleaved_steps": 2, "async_save": True}
+    with pytest.raises(TrainingError, match="of the user's"):
+        tiny.trainer(tmp_path, 8, checkpoint=keys, callbacks=(Fails(),)).train()
+    iteration = tiny.newest(tmp_path / "checkpoint")
+    assert iteration.iteration == 2
+    vouches(iteration, (tmp_path / "ledger.jsonl").read_bytes())
+
+
+def test_a_figure_outside_of_a_run_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    trainer = tiny.trainer(tmp_path, 3)
+    trainer.train()
+    before = tiny.tree(tmp_path)
+    with pytest.raises(UsageError, match="no run is under way"):
+        trainer.log(more=1.0)
+    assert tiny.tree(tmp_path) == before
 
 
 # ---- retention

@@ -61,16 +61,10 @@ class Logbook:
         self._directory, self._writes, self._say = directory, writes, say
         self._metrics: History | None = None
         self._ledger: History | None = None
+        self._held = contextlib.ExitStack()
+        self._is_open = False
 
-    def open(
-        self,
-        stack: contextlib.ExitStack,
-        header: dict[str, Any],
-        config: str,
-        *,
-        attempt: str,
-        locked_already: str | None = None,
-    ) -> None:
+    def open(self, header: dict[str, Any], config: str, *, attempt: str, locked_already: str | None = None) -> None:
         """Locks `output_dir`, keeps the resolved configuration and begins the histories.
 
         Args:
@@ -80,13 +74,14 @@ class Logbook:
             UsageError: `output_dir` cannot be written.
             RootLockedError: another run writes there.
         """
+        self._is_open = True
         if not self._writes:
             return
         directory = self._directory
         try:
             os.makedirs(directory, exist_ok=True)
             if locked_already is None or os.path.realpath(directory) != os.path.realpath(locked_already):
-                stack.callback(_lock(directory, attempt).release)
+                self._held.callback(_lock(directory, attempt).release)
             with open(os.path.join(directory, f"config-{attempt}.yaml"), "w", encoding="utf-8") as file:
                 file.write(config)
         except RootLockedError:
@@ -97,8 +92,14 @@ class Logbook:
             ) from error
         self._metrics = History(os.path.join(directory, "metrics.jsonl"), _without_data(header), warn=self._say)
         self._ledger = History(os.path.join(directory, "ledger.jsonl"), header, digest=True, warn=self._say)
-        stack.callback(self._metrics.close)
-        stack.callback(self._ledger.close)
+        self._held.callback(self._metrics.close)
+        self._held.callback(self._ledger.close)
+
+    def close(self) -> None:
+        """Ends the histories and gives `output_dir` back; no save may be under way, whose commit vouches for them."""
+        self._is_open = False
+        self._metrics = self._ledger = None
+        self._held.close()
 
     def go_on(self, header: dict[str, Any]) -> None:
         """What follows is that of a run which has gone back to an earlier checkpoint."""
@@ -134,7 +135,16 @@ class Logbook:
         )
 
     def figures(self, state: TrainerState, figures: dict[str, float]) -> None:
-        """Figures at the present step that not every step has."""
+        """Figures at the present step that not every step has.
+
+        Raises:
+            UsageError: the histories are not open.
+        """
+        if not self._is_open:
+            raise UsageError(
+                f"figures {', '.join(figures)} have no place in metrics.jsonl: no run is under way",
+                hint="call Trainer.log from on_train_begin to on_train_end",
+            )
         if self._metrics is not None:
             told = {name: number(value) for name, value in figures.items()}
             self._metrics.write({"step": state.global_step, **told, "attempt": state.attempt})

@@ -100,7 +100,7 @@ class Trainer:
                 if state.finished:
                     self.console.say(f"nothing to do: step {state.global_step} of {state.steps} is reached")
                     return state
-                self.ranks.together(lambda: self._open_histories(stack), "opening the histories")
+                self.ranks.together(self._open_histories, "opening the histories")
                 self._hook("on_train_begin")
                 self.console.begin(state.global_step)
                 self._run(stop)
@@ -136,6 +136,8 @@ class Trainer:
         self._callbacks = build.callbacks(config, self._callbacks)
         self._settings = build.settings_of(config, self.optimizer)
         self._logbook = Logbook(config.output_dir, writes=self.ranks.is_first, say=self.console.say)
+        # Closed after the checkpointer, which waits for a save whose commit vouches for the ledger.
+        stack.callback(self._logbook.close)
         self.checkpointer = stack.enter_context(
             Checkpointer(
                 config.checkpoint,
@@ -299,7 +301,11 @@ class Trainer:
             return self._evaluation.run(self._parallel)
 
     def log(self, **figures: float) -> None:
-        """Adds a line to metrics.jsonl: these figures at the present step."""
+        """Adds a line to metrics.jsonl: these figures at the present step.
+
+        Raises:
+            UsageError: no run is under way.
+        """
         self._logbook.figures(self.state, figures)
 
     def _evaluate(self) -> None:
@@ -387,10 +393,10 @@ class Trainer:
         """The head of what is written from here on."""
         return header_of(self.state, self.checkpointer, self._left_out.ranges, self.loader.record(), self._moved)
 
-    def _open_histories(self, stack: contextlib.ExitStack) -> None:
+    def _open_histories(self) -> None:
         held = self.checkpointer.path if self.config.checkpoint.enable_save else None
         config, attempt = dump_config(self.config), self.state.attempt
-        self._logbook.open(stack, self._header(), config, attempt=attempt, locked_already=held)
+        self._logbook.open(self._header(), config, attempt=attempt, locked_already=held)
 
     def _hook(self, name: str) -> None:
         call_hooks(self._callbacks, name, self, self.state)
