@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+
+import msgspec
 
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.base import Base, base_name, contents
@@ -47,7 +48,7 @@ class _Below(Live):
         super().__init__(live.model, live.optimizer, {})
 
     def tensors(self) -> list[NamedTensor]:
-        return [replace(t, aliases=(*t.aliases, base_name(t.name))) for t in super().tensors()]
+        return [msgspec.structs.replace(t, aliases=(*t.aliases, base_name(t.name))) for t in super().tensors()]
 
     def elsewhere(self) -> frozenset[str]:
         frozen = frozen_names(self.model)
