@@ -131,6 +131,21 @@ def test_a_step_done_twice_is_found(planted: Any) -> None:
     assert "repeated" in kinds(report)
 
 
+def test_all_steps_of_the_first_start_that_are_lost_are_found(tmp_path: Path) -> None:
+    tiny.trainer(tmp_path, 5).train()
+    tiny.trainer(tmp_path, 8).train()
+    shutil.rmtree(tmp_path / "checkpoint")
+    lines = (tmp_path / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "ledger.jsonl").write_text("".join([lines[0], *lines[6:]]))
+    report = audit(str(tmp_path))
+    assert [(finding.kind, finding.samples) for finding in report.findings] == [("missing", (0, 20))]
+    # Without the head, that start was in another ledger, for all that this one says.
+    (tmp_path / "ledger.jsonl").write_text("".join(lines[6:]))
+    report = audit(str(tmp_path))
+    assert report.ok
+    assert "begins at stream position 20" in report.notes[0]
+
+
 def test_a_ledger_that_was_changed_or_cut_is_not_what_the_commits_vouch_for(straight: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     shutil.copytree(straight, output)

@@ -158,9 +158,10 @@ class _Walk:
         """The steps of another attempt, or from after a return, begin."""
         self._check_pending()
         before, report, record = self._before, self._report, header.data
-        if before is not None and before.samples[1] != header.parent_samples:
-            self._jump(header, before.samples[1], header.parent_samples, "the ledger lacks the steps in between")
-        elif before is None and header.parent_samples:
+        reached = before.samples[1] if before is not None else self._begun(header.parent_attempt)
+        if reached is not None and reached != header.parent_samples:
+            self._jump(header, reached, header.parent_samples, "the ledger lacks the steps in between")
+        elif reached is None and header.parent_samples:
             report.notes.append(
                 f"the ledger begins at stream position {header.parent_samples}; what came before is in another one"
             )
@@ -180,6 +181,10 @@ class _Walk:
                 f"attempt {header.attempt}: the data give their samples in an order of their own, which cannot be "
                 "computed again; positions were checked, samples were not"
             )
+
+    def _begun(self, attempt: str) -> int | None:
+        """The stream position at which an attempt began; None where this ledger has no head of it."""
+        return next((each.consumed_samples for each in self._ledger.headers if each.attempt == attempt), None)
 
     def _moved(self, header: Header) -> None:
         report, old, new = self._report, header.parent_samples, header.consumed_samples
