@@ -32,7 +32,7 @@ def join(deadline_s: float = ranks.DEADLINE_S) -> None:
     """Makes the process group that the launcher's environment describes, watched from the first moment on.
 
     Raises:
-        RanksError: rank 0's store cannot be reached, or ranks are missing after the deadline; they are named.
+        RanksError: rank 0's store cannot be opened or reached, or ranks are missing after the deadline; they are named.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -44,9 +44,15 @@ def join(deadline_s: float = ranks.DEADLINE_S) -> None:
             return dist.TCPStore(  # type: ignore[attr-defined]
                 address, port, size, is_master=serve, timeout=timeout, wait_for_workers=False, multi_tenant=serve
             )
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, MemoryError) as error:
+            cause = " ".join(str(error).split())[:200]
+            if serve:
+                raise RanksError(
+                    f"rank 0 could not open the store of the job at {address}:{port}: {cause}",
+                    hint="MASTER_PORT names a port that nobody else may hold; `ulimit -a` shows what a process may have",
+                ) from error
             raise RanksError(
-                f"rank {rank} could not reach rank 0's store at {address}:{port} within {deadline_s:g} s",
+                f"rank {rank} could not reach rank 0's store at {address}:{port} within {deadline_s:g} s: {cause}",
                 hint="is that host up, and the port open? MASTER_ADDR and MASTER_PORT name it (torchrun sets them)",
             ) from error
 
