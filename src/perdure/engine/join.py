@@ -49,7 +49,7 @@ def join(deadline_s: float = ranks.DEADLINE_S) -> None:
             if serve:
                 raise RanksError(
                     f"rank 0 could not open the store of the job at {address}:{port}: {cause}",
-                    hint="MASTER_PORT names a port that nobody else may hold; `ulimit -a` shows what a process may have",
+                    hint="MASTER_PORT names a port that nobody else may hold; `ulimit -a` shows what it may open",
                 ) from error
             raise RanksError(
                 f"rank {rank} could not reach rank 0's store at {address}:{port} within {deadline_s:g} s: {cause}",
