@@ -211,6 +211,8 @@ class Trainer:
             )
             state.loss_scale = self.scaler.scale
             notes += point.notes
+            if point.notes:
+                self.checkpointer.note("resume", step=state.global_step, notes=point.notes)
             for warning in point.warnings:
                 self.console.say(f"warning: {warning}")
             settings = loaded.training.get("settings", {})
