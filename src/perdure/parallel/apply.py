@@ -183,11 +183,13 @@ def _shard(
     settings: dict[str, Any] = {
         "mesh": mesh.sharded,
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32),
-        "reshard_after_forward": False if keep else True if policy == "always" else None,
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
         if parallelism.cpu_offload
         else OffloadPolicy(),
     }
+    # Left out where torch shall decide: not every version has a word for that.
+    if keep or policy == "always":
+        settings["reshard_after_forward"] = not keep
     for block in _blocks(model):
         fully_shard(block, **settings)
     fully_shard(model, **settings)

@@ -8,9 +8,9 @@ the model once. What travels between ranks is hidden states, and their gradients
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
 from typing import Any, NoReturn, cast
 
 import torch
@@ -29,6 +29,9 @@ Seed = Callable[[int, int], None]
 """`seed(index, stage)`: seeds the random streams for a stage's part of a micro-batch."""
 _KEPT = 4
 """Schedules that are kept, each with its receive buffers: one for each shape and number of micro-batches."""
+
+# Versions without the word never scale gradients.
+_UNSCALED: dict[str, Any] = {"scale_grads": False} if "scale_grads" in signature(ScheduleGPipe).parameters else {}
 
 
 class Pipeline:
@@ -117,9 +120,9 @@ class Pipeline:
             )
         loss = _the_loss if train else None
         if len(stages) > 1 or self._schedule_name == "interleaved_1f1b":
-            return ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=loss, scale_grads=False)
+            return ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=loss, **_UNSCALED)
         one = Schedule1F1B if train and self._schedule_name == "1f1b" else ScheduleGPipe
-        return one(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
+        return one(stages[0], micro_batches, loss_fn=loss, **_UNSCALED)
 
 
 class _Stage(nn.Module):
@@ -218,7 +221,7 @@ def _called(how_often: str) -> UsageError:
 
 def first_argument(model: nn.Module) -> str:
     """The name of the first argument of a model's forward."""
-    return next(iter(inspect.signature(model.forward).parameters))
+    return next(iter(signature(model.forward).parameters))
 
 
 @contextlib.contextmanager
