@@ -93,7 +93,7 @@ class Pairs(Callback):
                 config,
                 model=trainer.model,
                 optimizer=trainer.optimizer,
-                training=lambda: trainer.checkpointer._training(),
+                training=lambda: trainer._training_record(),
                 restore_settings=False,
                 ranks=ranks,
                 say=lambda line: None,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import xxhash
 from torch import Tensor, nn
 
@@ -93,6 +94,7 @@ class Live:
         modules = extra_states(self.model)
         return {**self.extra, **{f"model.{name}": _ModuleState(m) for name, m in modules.items()}}
 
+    @torch.no_grad()
     def collect(
         self, ranks: Ranks, *, with_optimizer: bool, leave_out: frozenset[str] = frozenset()
     ) -> tuple[dict[str, Any], list[NamedTensor]]:
@@ -106,17 +108,20 @@ class Live:
             SaveError: a replicated object differs between ranks.
         """
 
-        def own() -> tuple[list[NamedTensor], list[_Collected]]:
+        tensors: list[NamedTensor] = []
+        objects: list[_Collected] = []
+
+        def own() -> dict[str, dict[str, Any]]:
             refuse_hidden(self.model)
-            tensors = [t for t in self.tensors() if t.name not in leave_out]
-            return tensors, [_collect(name, value, ranks.rank) for name, value in self.registered().items()]
+            tensors.extend(t for t in self.tensors() if t.name not in leave_out)
+            objects.extend(_collect(name, value, ranks.rank) for name, value in self.registered().items())
+            return {o.name: o.shared for o in objects}
 
         training: dict[str, Any] = {"ranks": ranks.size}
-        tensors, objects = ranks.together(own, "collecting the state")
+        shared = ranks.exchange(own, "collecting the state")
         if self.optimizer is not None and with_optimizer:
             training["optimizer"], state = self._collect_optimizer(ranks)
             tensors += state
-        shared = ranks.gather({o.name: o.shared for o in objects}, "collecting objects")
         if any(shared):
             training["extra"] = ranks.together(lambda: _agree(objects, shared), "comparing objects")
             for held in objects:
@@ -128,16 +133,23 @@ class Live:
         doing = "collecting the optimizer"
         view = self.view()
         assert view is not None
-        described, tensors = ranks.together(lambda: collect_optimizer(view), doing)
         if ranks.size == 1:
-            return described, tensors
-        step = common_step(view)
-        alike = ranks.gather([digest_bytes(encode(described)), step], doing)
+            return ranks.together(lambda: collect_optimizer(view), doing)
+        collected: tuple[dict[str, Any], list[NamedTensor]] = {}, []
+
+        def own(share_step: bool) -> dict[str, Any]:
+            nonlocal collected
+            collected = collect_optimizer(view, share_step=share_step)
+            return collected[0]
+
+        alike = ranks.exchange(lambda: (digest_bytes(encode(own(True))), common_step(view)), doing)
         if all(each == alike[0] for each in alike):
-            return described, tensors
+            return collected
         if len({tuple(steps) for _, steps in alike if steps is not None}) > 1:
-            described, tensors = ranks.together(lambda: collect_optimizer(view, share_step=False), doing)
-        return merge_optimizers(ranks.gather(described, doing)), tensors
+            every = ranks.exchange(lambda: own(False), doing)
+        else:
+            every = ranks.gather(collected[0], doing)
+        return merge_optimizers(every), collected[1]
 
 
 def _check_kinds(model: Any, optimizer: Any, extra: Any) -> None:

@@ -28,6 +28,7 @@ __all__ = ["DEADLINE_S", "Ranks", "adopt", "neighbours", "present_watch"]
 
 T = TypeVar("T")
 DEADLINE_S = float(os.environ.get("PERDURE_RANK_DEADLINE", "300"))
+_HEAD = 1024  # bytes that every rank tells at once, whatever there is to tell
 _REASON_S = 4.0  # how long after a broken connection its reason may become known
 _BROKEN = ("gloo", "nccl", "connection closed by peer", "connection reset", "timed out waiting", "broken pipe")
 _watch: Watch | None = None
@@ -99,34 +100,42 @@ class Ranks:
         """
         if self.size == 1:
             return [value]
-        mine = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+        data = msgspec.msgpack.encode(value)
+        data = len(data).to_bytes(8, "little") + data
         with self._exchange(doing):
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
-            longest = max(int(s) for s in sizes)
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: len(mine)] = mine
-            parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(parts, padded, group=self._group)
-        return [
-            msgspec.msgpack.decode(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
-        ]
+            # Most of what is told is short, and goes along with its length.
+            told = self._all_gather(data[:_HEAD], _HEAD)
+            ends = [8 + int.from_bytes(head[:8], "little") for head in told]
+            if (rest := max(ends) - _HEAD) > 0:
+                tails = self._all_gather(data[_HEAD:], rest)
+                told = [head + tail for head, tail in zip(told, tails, strict=True)]
+        return [msgspec.msgpack.decode(each[8:end]) for each, end in zip(told, ends, strict=True)]
 
-    def agree(self, error: BaseException | None, doing: str) -> None:
+    def _all_gather(self, data: bytes, size: int) -> list[bytes]:
+        """Up to `size` bytes of every rank, filled up to `size`."""
+        mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, mine, group=self._group)
+        return [part.numpy().tobytes() for part in parts]
+
+    def agree(self, error: BaseException | None, doing: str, value: Any = None) -> list[Any]:
         """Raises on every rank if any rank has an error: its own where it happened, `RanksError` elsewhere.
 
         Where the same class fits (damage, mismatch), the others raise that class, so that all take the
         same branch.
+
+        Returns:
+            As `gather`, every rank's `value`.
         """
         if self.size == 1:
             if error is not None:
                 raise error
-            return
+            return [value]
         mine = None if error is None else [type(error).__name__, _one_line(error), getattr(error, "hint", None)]
-        reports = self.gather(mine, doing)
-        failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
+        reports = self.gather([mine, value], doing)
+        failed = [(rank, report) for rank, (report, _) in enumerate(reports) if report is not None]
         if not failed:
-            return
+            return [told for _, told in reports]
         if error is not None and failed[0][0] == self.rank:
             raise error
         rank, (kind, text, hint) = failed[0]
@@ -137,23 +146,26 @@ class Ranks:
 
     def together(self, work: Callable[[], T], doing: str) -> T:
         """Runs `work` on every rank, then agrees on errors; its result on this rank."""
-        result: T | None = None
-        error: BaseException | None = None
-        try:
-            with self.phase.at(doing):
-                result = work()
-        except Exception as caught:
-            error = caught
+        result, error = self._try(work, doing)
         self.agree(error, doing)
         return result  # type: ignore[return-value]
 
+    def exchange(self, work: Callable[[], T], doing: str) -> list[T]:
+        """Runs `work` on every rank, then agrees on errors; every rank's result (anything msgspec encodes)."""
+        result, error = self._try(work, doing)
+        return self.agree(error, doing, result)
+
     def decide(self, work: Callable[[], T], doing: str, kind: type[T] | None = None) -> T:
         """Runs `work` on rank 0 and gives its result (anything msgspec encodes) to every rank."""
-        result = self.together(lambda: work() if self.is_first else None, doing)
-        if self.size == 1:
-            return result  # type: ignore[return-value]
-        shared = self.gather(result if self.is_first else None, doing)[0]
-        return msgspec.convert(shared, kind) if kind is not None else shared
+        shared = self.exchange(lambda: work() if self.is_first else None, doing)[0]
+        return msgspec.convert(shared, kind) if kind is not None and self.size > 1 else shared  # type: ignore[return-value]
+
+    def _try(self, work: Callable[[], T], doing: str) -> tuple[T | None, BaseException | None]:
+        try:
+            with self.phase.at(doing):
+                return work(), None
+        except Exception as caught:
+            return None, caught
 
     def sum(self, value: Tensor, doing: str) -> Tensor:
         """Sum of a CPU tensor over all ranks, in place."""

@@ -171,7 +171,7 @@ def local_pieces(tensor: Tensor) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
 
 def _dtensor_pieces(tensor: Any) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
     shape = tuple(tensor.shape)
-    local = tensor.detach().to_local()
+    local = tensor.to_local().detach()
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return shape, ()
