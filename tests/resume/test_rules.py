@@ -93,7 +93,7 @@ def test_a_scaled_run_saves_the_step_number_it_was_resumed_from(tmp_path: Path) 
     assert twelve is not None
     assert (tiny.common(twelve).global_batch_size, tiny.common(twelve).consumed_samples) == (8, 96)
     assert twelve.commit.parent == 1
-    told = [event for event in read_events(str(root_of(tmp_path))) if event["event"] == "resume"]
+    told = [event for event in read_events(Root(str(root_of(tmp_path)))) if event["event"] == "resume"]
     assert [(event["step"], event["notes"]) for event in told] == [(6, ["step 12 x 4 / 8 = 6"])]
 
 
