@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from perdure.data.loader import check_workers, name_of
 from perdure.data.reading import ReadingLoader
@@ -206,9 +206,10 @@ class IterableLoader(ReadingLoader):
 
 def is_iterable(dataset: Any) -> bool:
     """Whether a data set can only be read in a row."""
+    # Torch gives its iterable data sets a `__getitem__` that only raises, and they may know their length.
     positional = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     plain = isinstance(dataset, str | bytes | Mapping | set | frozenset)
-    return hasattr(dataset, "__iter__") and not positional and not plain
+    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not positional and not plain)
 
 
 def _tasks(

@@ -84,10 +84,14 @@ class StreamFetcher:
             return self._read(task)
 
     def _read(self, task: StreamTask) -> tuple[Any, list[int], Any] | Failure:
+        if task.begin is not None:
+            try:
+                self._begin(task.begin)
+            except Exception as error:
+                what = "going on from its state" if task.begin.get("state") is not None else "beginning"
+                return failure(error, self._name, f"{what} at stream position {task.begin.get('position', 0)}")
         position = 0
         try:
-            if task.begin is not None:
-                self._begin(task.begin)
             for position in _positions(task.before):
                 self._next(position)
             samples, ids = [], []
@@ -122,7 +126,12 @@ class StreamFetcher:
 
     def _start_epoch(self, state: Any = None) -> None:
         # A copy each time: what has been iterated, or given a state, would not start from its beginning again.
-        self._current = copy.copy(self._dataset)
+        try:
+            self._current = copy.copy(self._dataset)
+        except TypeError:
+            if self._speaks:
+                raise
+            self._current = self._dataset  # a generator, which can be gone through once
         if callable(getattr(self._current, "set_epoch", None)):
             self._current.set_epoch(self._epoch)
         if state is not None:
@@ -143,7 +152,11 @@ class StreamFetcher:
         try:
             return next(self._iterator)
         except StopIteration:
-            raise DataError("it gives no sample in an epoch of its own") from None
+            raise DataError(
+                "it gives no sample when it is begun anew",
+                hint="an epoch has at least one sample; a generator can be gone through once, an object whose "
+                "__iter__ begins anew as often as needed",
+            ) from None
 
     def _state(self) -> dict[str, Any]:
         own = copy.deepcopy(self._current.state_dict()) if self._speaks else None

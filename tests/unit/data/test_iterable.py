@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import IterableDataset, TensorDataset
 
-from perdure.data.iterable import IterableLoader
+from perdure.data.iterable import IterableLoader, is_iterable
 from perdure.data.loader import ResumableLoader
 from perdure.data.streaming import content_id
 from perdure.errors import DataError, MismatchError, UsageError
@@ -192,8 +193,46 @@ def test_a_sample_that_cannot_be_read_is_named(num_workers: int) -> None:
         next(steps)
         with pytest.raises(DataError, match="Broken, reading the sample at stream position 5: KeyError"):
             next(steps)
-    with pytest.raises(DataError, match="gives no sample in an epoch"):
+    with pytest.raises(DataError, match="gives no sample when it is begun anew"):
         next(IterableLoader(Row(0), global_batch_size=2).take())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_generator_is_gone_through_once(num_workers: int) -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(6)
+
+    with IterableLoader(numbers(), global_batch_size=4, exact=False, num_workers=num_workers) as loader:
+        passing = loader.take()
+        assert next(passing).micro_batches[0].data.tolist() == [0, 1, 2, 3]
+        with pytest.raises(DataError, match="stream position 6: it gives no sample when it is begun anew"):
+            next(passing)
+
+
+def test_a_state_that_is_not_taken_is_told_as_such() -> None:
+    class Fickle(Row):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("shard 7 is gone")
+
+    first = IterableLoader(Row(), global_batch_size=4)
+    list(first.take(3))
+    loader = IterableLoader(Fickle(), global_batch_size=4)
+    loader.load_state_dict(first.state_dict())
+    with pytest.raises(DataError, match="going on from its state at stream position 12: KeyError: 'shard 7 is gone'"):
+        next(loader.take())
+
+
+def test_torchs_iterable_data_sets_are_read_in_a_row_whatever_they_know_of_their_length() -> None:
+    class Known(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(LENGTH))
+
+        def __len__(self) -> int:
+            return LENGTH
+
+    assert is_iterable(Known())
+    assert not is_iterable(TensorDataset(torch.ones(3)))
+    assert not is_iterable([1])
 
 
 def test_a_state_in_the_middle_of_nothing_is_not_saved() -> None:
