@@ -7,6 +7,7 @@ exactly the samples of a step, and delivered with them.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -175,7 +176,8 @@ def _feed(hasher: Any, value: Any) -> None:
         hasher.update(text.encode("utf-8", "surrogatepass"))
 
     if isinstance(value, torch.Tensor):
-        plain = value.detach().cpu().contiguous()
+        dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+        plain = dense.cpu().resolve_conj().resolve_neg().contiguous()
         note(f"{plain.dtype}{tuple(plain.shape)}")
         hasher.update(plain.view(-1).view(torch.uint8).numpy() if plain.numel() else b"")
     elif isinstance(value, np.ndarray | np.generic):
@@ -189,6 +191,11 @@ def _feed(hasher: Any, value: Any) -> None:
         note(f"[{len(value)}")
         for item in value:
             _feed(hasher, item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        note(type(value).__qualname__)
+        for field in dataclasses.fields(value):
+            note(f"{field.name}:")
+            _feed(hasher, getattr(value, field.name))
     elif isinstance(value, bytes):
         hasher.update(value)
     elif value is None or isinstance(value, bool | int | float | str):

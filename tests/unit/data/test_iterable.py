@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,12 @@ class Broken(Row):
             if number == 5:
                 raise KeyError("a damaged shard")
             yield sample
+
+
+@dataclass
+class Pair:
+    first: Any
+    second: int
 
 
 def samples(loader: IterableLoader, steps: int) -> list[list[str]]:
@@ -263,3 +270,12 @@ def test_samples_are_told_apart_by_content() -> None:
     for other in ({**one, "a": torch.arange(3).float()}, {**one, "b": [1, "x"]}, {**one, "c": 1}, (1, 2), "text", 3.5):
         assert content_id(one) != content_id(other)
     assert 0 <= content_id(one) < 2**63
+    kinds: list[Callable[[int], Any]] = [
+        lambda n: torch.eye(3)[n].to_sparse(),
+        lambda n: (torch.eye(3) * n).to_sparse_csr(),
+        lambda n: torch.full((2,), n * 1j).conj(),
+        lambda n: Pair(torch.tensor(n), n),
+        lambda n: (Pair(torch.tensor(1), n), None),
+    ]
+    for kind in kinds:
+        assert content_id(kind(1)) == content_id(kind(1)) != content_id(kind(2))
