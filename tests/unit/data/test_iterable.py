@@ -272,7 +272,6 @@ def test_samples_are_told_apart_by_content() -> None:
     assert 0 <= content_id(one) < 2**63
     kinds: list[Callable[[int], Any]] = [
         lambda n: torch.eye(3)[n].to_sparse(),
-        lambda n: (torch.eye(3) * n).to_sparse_csr(),
         lambda n: torch.full((2,), n * 1j).conj(),
         lambda n: Pair(torch.tensor(n), n),
         lambda n: (Pair(torch.tensor(1), n), None),
