@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,12 +17,9 @@ class LossScaler:
     """A factor on the loss that keeps small float16 gradients from vanishing.
 
     Dynamic: a step with a non-finite gradient is not applied and multiplies the scale by `backoff_factor`;
-    `growth_interval` finite steps in a row multiply it by `growth_factor`, as far as float32 holds it. This is the
-    rule of `torch.amp.GradScaler`, with the state in two plain numbers. Static (`dynamic=False`): the scale never
-    moves, and 1.0 leaves loss and gradients untouched.
-
-    Whether a step was finite is for all ranks to agree on: `unscale_` says what it saw here, the caller reduces that
-    over the ranks and passes the outcome to `update`.
+    `growth_interval` finite steps in a row multiply it by `growth_factor`, both as far as float32 holds it. This is
+    the rule of `torch.amp.GradScaler`, with the state in two plain numbers. Static (`dynamic=False`): the scale never
+    moves, and 1.0 leaves loss and gradients untouched. The caller divides gradients by the scale.
 
     Attributes:
         scale: the current factor, `loss_scale` of common.json.
@@ -57,24 +53,12 @@ class LossScaler:
         """The loss to call `backward` on."""
         return loss if self.scale == 1.0 else loss * self.scale
 
-    @torch.no_grad()
-    def unscale_(self, gradients: Iterable[Tensor]) -> bool:
-        """Divide gradients by the scale, in place, and say whether all of them (this rank's part) are finite."""
-        inverse = 1.0 / self.scale
-        finite = []
-        for gradient in gradients:
-            if inverse != 1.0:
-                gradient.mul_(inverse)
-            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            finite.append(torch.isfinite(local).all())
-        return all(bool(each) for each in finite)
-
     def update(self, finite: bool) -> None:
         """Move the scale after a step: `finite` is what all ranks agreed on."""
         if not self.dynamic:
             return
         if not finite:
-            self.scale *= self.backoff_factor
+            self.scale = max(self.scale * self.backoff_factor, 1.0 / SCALE_LIMIT)
             self.good_steps = 0
             return
         self.good_steps += 1

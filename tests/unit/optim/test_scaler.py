@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perdure.errors import UsageError
 from perdure.optim.scaler import LossScaler
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 4))
 def test_the_scale_moves_as_torchs_does(steps: list[bool], interval: int) -> None:
     ours = LossScaler(growth_interval=interval)
@@ -26,7 +27,7 @@ def test_the_scale_moves_as_torchs_does(steps: list[bool], interval: int) -> Non
         theirs.unscale_(optimizer)
         theirs.step(optimizer)
         theirs.update()
-        ours.update(ours.unscale_([torch.tensor([1.0 if finite else math.inf])]))
+        ours.update(finite)
         assert ours.scale == theirs.get_scale()
         assert ours.good_steps == theirs.state_dict()["_growth_tracker"]
 
@@ -45,23 +46,11 @@ def test_it_goes_on_exactly_from_its_state(steps: list[bool], stop: int) -> None
     assert second.state_dict() == straight.state_dict()
 
 
-def test_loss_and_gradients_are_scaled_there_and_back() -> None:
-    scaler = LossScaler(scale=1024.0)
+def test_gradients_carry_the_scale() -> None:
     weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-    scaler.scale_loss(weight.square().sum()).backward()  # type: ignore[no-untyped-call]
+    LossScaler(scale=1024.0).scale_loss(weight.square().sum()).backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.tensor([6.0, 8.0]) * 1024)
-    assert scaler.unscale_([weight.grad])
-    assert torch.equal(weight.grad, torch.tensor([6.0, 8.0]))
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_single_bad_element_is_seen(bad: float) -> None:
-    gradients = [torch.ones(3, 4), torch.ones(7)]
-    assert LossScaler().unscale_(gradients)
-    gradients[1][5] = bad
-    assert not LossScaler().unscale_(gradients)
-    assert not LossScaler(dynamic=False).unscale_(gradients)
 
 
 @pytest.mark.parametrize(
@@ -92,3 +81,6 @@ def test_the_scale_stays_one_that_a_checkpoint_can_hold() -> None:
     for _ in range(3):
         scaler.update(True)
     assert scaler.scale == 2.0**126
+    for _ in range(2000):
+        scaler.update(False)
+    assert torch.tensor(scaler.scale, dtype=torch.float32) > 0
