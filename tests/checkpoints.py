@@ -6,6 +6,9 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
+
+import msgspec
 
 from perdure.catalog.publish import Staging, publish, stage
 from perdure.catalog.root import Iteration, Root
@@ -99,10 +102,12 @@ def build_checkpoint(
     healthy: bool = True,
     time: float | None = None,
     global_batch_size: int = 4,
+    training: dict[str, Any] | None = None,
 ) -> CommitRecord:
     """Saves a valid iteration through the ordinary path: stage, write, publish (the tracker too)."""
     staging = stage(root, iteration, attempt, sequence)
     metadata = write_shards(staging, f"{lineage}-{sequence}", small_state(iteration) if state is None else state)
+    metadata = msgspec.structs.replace(metadata, training=training or {})
     common = CommonInfo(
         global_step=iteration,
         global_batch_size=global_batch_size,

@@ -62,6 +62,19 @@ def test_no_such_root_is_exit_10(command: str, tmp_path: Path, capsys: pytest.Ca
         assert str(path) in capsys.readouterr().err
 
 
+def test_what_is_done_to_a_whole_root_is_not_done_when_one_iteration_is_named(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["ls"], ["prune"], ["rewind", "--to", "10"]):
+        assert run([*words, f"{root}/iteration_00000010/"]) == 2
+        assert f"hint: name {root};" in capsys.readouterr().err
+    assert len(Root(root).iterations()) == 2
+    assert Root(root).tracker().iteration == 20
+    (shard,) = (root / "iteration_00000020").glob("*-model-*")
+    assert run(["inspect", str(shard)]) == 10
+    assert f"hint: name the directory that it is a part of: {shard.parent}" in capsys.readouterr().err
+
+
 def test_inspect_shows_progress_and_tensors(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", str(root / "iteration_00000010")]) == 0
     out = capsys.readouterr().out

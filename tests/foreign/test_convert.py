@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pickle
@@ -238,6 +239,26 @@ def test_a_root_that_holds_a_run_is_left_alone(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(("kind", "code"), [("torch", 10), ("torch-dcp", 10), ("huggingface", 10)])
 def test_a_source_that_is_not_there(kind: str, code: int, tmp_path: Path) -> None:
     assert run(["import", "--from", kind, str(tmp_path / "none"), str(tmp_path / "root")]) == code
+
+
+def test_what_another_program_made_and_what_is_no_file_of_torch_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = trained()
+    saved(tmp_path / "ours", model, optimizer)
+    assert run(["export", str(tmp_path / "ours"), "--to", "huggingface", str(tmp_path / "hf")]) == 0
+    torch.save({"weights": torch.ones(2), "args": argparse.Namespace(rate=1)}, tmp_path / "args.pt")
+    (tmp_path / "empty.pt").touch()
+    for kind, source, code, told in (
+        ("mindformers", "hf", 10, "hf is no checkpoint of MindSpore Transformers\n\nhint: say what it is: --from hugg"),
+        ("huggingface", "ours", 10, "ours is no checkpoint of Hugging Face\n\nhint: name the directory"),
+        ("torch", "args.pt", 2, "args.pt holds an object of argparse.Namespace, which cannot be read without running"),
+        ("torch", "empty.pt", 2, "empty.pt is damaged, or no file that torch.save wrote\n"),
+    ):
+        capsys.readouterr()
+        assert run(["import", "--from", kind, str(tmp_path / source), str(tmp_path / "root")]) == code
+        assert told in capsys.readouterr().err
+    assert not (tmp_path / "root").exists()
 
 
 def test_a_lost_data_file_of_a_dcp_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,11 @@ from typing import Literal
 from perdure.catalog.events import read_events
 from perdure.catalog.lineage import Links, ancestors, last_save_of, links, newest_by_lineage
 from perdure.catalog.root import GONE, NOT_A_FILE, Iteration, Root, RootListing, TrackerReading, Uncommitted
-from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, PerdureError
+from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, PerdureError, UsageError
 from perdure.format.names import TRACKER, parse_iteration_dirname
 from perdure.storage.base import Storage
 
-__all__ = ["Choice", "Located", "choose", "decide", "fallback", "locate"]
+__all__ = ["Choice", "Located", "choose", "decide", "fallback", "locate", "locate_root"]
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,16 @@ def locate(path: str | os.PathLike[str], storage: Storage | None = None) -> Loca
     except OSError as error:
         if error.errno not in GONE | NOT_A_FILE:
             raise
+        hint = None
         if error.errno in NOT_A_FILE:
             what = f"is no directory ({error.strerror})"
+        elif root.storage.exists(full):
+            what, folder = "is a file, not a directory", os.path.dirname(full)
+            if full.endswith(".safetensors") or parse_iteration_dirname(os.path.basename(folder)) is not None:
+                hint = f"name the directory that it is a part of: {folder}"
         else:
-            what = "is a file, not a directory" if root.storage.exists(full) else "does not exist"
-        raise CheckpointNotFoundError(f"{path} {what}; {expected}") from None
+            what = "does not exist"
+        raise CheckpointNotFoundError(f"{path} {what}; {expected}", hint=hint) from None
     listing = root.listing()
     if listing.iterations:
         return Located(root, None)
@@ -75,6 +80,22 @@ def locate(path: str | os.PathLike[str], storage: Storage | None = None) -> Loca
         raise _not_committed(path, listing.uncommitted)
     what = "holds no checkpoint" if names else "is empty"
     raise CheckpointNotFoundError(f"{path} {what}; {expected}")
+
+
+def locate_root(path: str | os.PathLike[str], storage: Storage | None = None) -> Root:
+    """The save root that a path names, for what is done to a whole root.
+
+    Raises:
+        UsageError: it names one iteration.
+        CheckpointNotFoundError, DamagedCheckpointError, FormatTooNewError, OSError: as `locate`.
+    """
+    located = locate(path, storage)
+    if located.iteration is not None:
+        raise UsageError(
+            f"{os.fspath(path)} is one iteration; expected the save root that holds it",
+            hint=f"name {os.path.dirname(os.path.normpath(path)) or '.'}; `perdure inspect` shows one iteration",
+        )
+    return located.root
 
 
 def choose(root: Root, *, load_healthy: bool = False, exclude: Collection[str] = ()) -> Choice:

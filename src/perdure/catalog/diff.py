@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DiffReport", "TensorDiff", "diff"]
 
+_LAYOUT = re.compile(r"(ranks|mesh|settings\.parallelism)(\.|$)")
 _TRUSTED = ("global_step", "loss_scale", "global_batch_size", "consumed_samples", "ckpt_status")
 
 
@@ -74,7 +76,7 @@ class DiffReport:
 
     @property
     def equal(self) -> bool:
-        """Whether tensors, progress and training settings are all the same."""
+        """Whether tensors, progress and training settings are all the same; how each was cut doesn't matter."""
         return not (self.tensors or self.progress or self.training)
 
 
@@ -144,9 +146,20 @@ def _compare_progress(left: Checkpoint, right: Checkpoint, report: DiffReport) -
             if pair[0] != pair[1]:
                 report.progress[key] = pair
     if own:
-        report.training.update(_tree_diff(left.metadata.training, right.metadata.training))
+        one, other = left.metadata.training, right.metadata.training
+        found = _tree_diff(one, other)
+        report.training.update({key: pair for key, pair in found.items() if not _LAYOUT.match(key)})
+        if len(report.training) < len(found):
+            report.notes.append(f"cut differently, which counts as no difference: {_cut(one)}, and {_cut(other)}")
     else:
         report.notes.append("settings are not compared: other programs do not record them")
+
+
+def _cut(training: Mapping[str, Any]) -> str:
+    """`4 ranks (shard 2, tensor 2)`."""
+    ranks, mesh = training.get("ranks"), training.get("mesh")
+    axes = ", ".join(f"{axis} {degree}" for axis, degree in mesh.items()) if isinstance(mesh, dict) else ""
+    return f"{ranks} rank{'' if ranks == 1 else 's'}" + (f" ({axes})" if axes else "")
 
 
 def _tree_diff(a: Any, b: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:

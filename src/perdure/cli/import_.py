@@ -59,6 +59,7 @@ def command(
     else:
         from perdure.convert.state import open_iteration
 
+        _check_maker(source, kind)
         opened = open_iteration(source, [rule(text) for text in rename])
     with opened as state:
         common = state.common
@@ -89,3 +90,15 @@ def command(
             f"{root}: step {commit.iteration}, sample {samples}, {counts['model']} weights, "
             f"{counts['optimizer']} tensors of the optimizer, {render.human_bytes(total)}"
         )
+
+
+def _check_maker(source: Path, kind: str) -> None:
+    """Refuses a directory that another program than the one named has made."""
+    from perdure.catalog.foreign import WRITERS, recognise
+    from perdure.errors import CheckpointNotFoundError
+
+    found = recognise(str(source))
+    if found != kind:
+        maker = next(maker for name, maker in WRITERS.items() if name == kind)
+        hint = f"say what it is: --from {found}" if found is not None else f"name the directory that {maker} wrote"
+        raise CheckpointNotFoundError(f"{source} is no checkpoint of {maker}", hint=hint)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from perdure.catalog.choose import locate
+from perdure.catalog.choose import locate_root
 from perdure.catalog.events import damage_marks
 from perdure.catalog.foreign import recognise
 from perdure.catalog.root import Iteration, Root, RootListing, TrackerReading
@@ -36,7 +36,7 @@ def command(root: Path, as_json: bool) -> None:
     place = Root(root)
     listing, tracker = place.listing(), place.tracker()
     if not listing.iterations and not listing.uncommitted:
-        locate(str(root))
+        locate_root(root)
     marked = damage_marks(place)
     if as_json:
         render.print_json(

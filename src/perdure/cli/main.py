@@ -157,7 +157,8 @@ def _tell(message: str, hint: str | None, code: int) -> int:
 
 def _sentence(error: click.ClickException) -> str:
     """click's words in our manner: no capital, no full stop, literals in backticks."""
-    told = re.sub(r"'([^']*)'", r"`\1`", error.format_message().rstrip("."))
+    words = " ".join(error.format_message().split()).rstrip(".").replace(". Choose from: ", "; one of ")
+    told = re.sub(r"'([^']*)'", r"`\1`", words)
     return told[:1].lower() + told[1:]
 
 

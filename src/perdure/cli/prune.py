@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from perdure.catalog.choose import choose, locate
+from perdure.catalog.choose import choose, locate_root
 from perdure.catalog.events import append_event
 from perdure.catalog.lock import RootLock
 from perdure.catalog.retention import keep, nearest_ancestor, remove
@@ -28,7 +28,7 @@ def command(root: Path, most: int, dry_run: bool, as_json: bool) -> int:
 
     The one that a resume would take always stays, and so does what belongs to another run.
     """
-    place = locate(str(root)).root
+    place = locate_root(root)
     warnings: list[str] = []
     with contextlib.ExitStack() as stack:
         if not dry_run:

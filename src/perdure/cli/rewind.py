@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from perdure.catalog.choose import locate
+from perdure.catalog.choose import locate_root
 from perdure.catalog.events import append_event
 from perdure.catalog.lock import RootLock
 from perdure.catalog.publish import set_tracker
@@ -26,7 +26,7 @@ def command(root: Path, target: int) -> None:
 
     Later iterations stay on disk as a branch, until retention or you remove them.
     """
-    place = locate(str(root)).root
+    place = locate_root(root)
     lock = RootLock.acquire(place.path, attempt=f"rewind-{uuid.uuid4().hex[:8]}")
     try:
         iteration = place.find(target)

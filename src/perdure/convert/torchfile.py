@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ from perdure.engine.writer import memory_of
 from perdure.errors import CheckpointNotFoundError, UsageError
 
 __all__ = ["open_torch", "safely_loaded", "write_torch"]
+
+_CODE = re.compile(r"(?:GLOBAL|class|Global) ([\w.]+\.\w+)")
 
 
 def open_torch(path: str | os.PathLike[str], *, optimizer_type: str = "AdamW") -> State:
@@ -74,10 +77,18 @@ def safely_loaded(source: Any, where: str) -> Any:
     except OSError:
         raise
     except Exception as error:
-        text = " ".join(str(error).split())[:300]
+        text = " ".join(str(error).split())
+    code = _CODE.search(text)
+    if code is not None:
+        raise UsageError(
+            f"{where} holds an object of {code[1]}, which cannot be read without running code that lies in it",
+            hint="save plain tensors, numbers and texts: torch.save(model.state_dict(), path)",
+        )
+    # torch explains at length, and advises to run such code.
+    why = text.partition("Weights only load failed")[0].partition(". ")[0][:200]
     raise UsageError(
-        f"{where} cannot be read without running code that lies in it, or is damaged: {text}",
-        hint="save plain tensors: torch.save(model.state_dict(), path)",
+        f"{where} is damaged, or no file that torch.save wrote{f' ({why})' if ' ' in why else ''}",
+        hint="expected what torch.save(model.state_dict(), path) writes",
     )
 
 

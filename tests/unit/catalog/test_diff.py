@@ -6,6 +6,7 @@ import itertools
 import random
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -35,6 +36,20 @@ def test_the_same_values_are_equal_however_they_are_cut(tmp_path: Path, cuts: tu
     assert diff(a, b).equal
     assert diff(a, b, read_data=True).equal
     assert fingerprint(a) == fingerprint(b)
+
+
+def test_layouts_and_settings_of_layouts_are_told_and_no_difference(tmp_path: Path) -> None:
+    cuts: list[dict[str, Any]] = [
+        {"ranks": 1, "settings": {"parallelism": {"tensor_parallel": 1}}},
+        {"ranks": 4, "settings": {"parallelism": {"tensor_parallel": 2}}, "mesh": {"shard": 2, "tensor": 2}},
+    ]
+    roots = [Root(tmp_path / name) for name in "ab"]
+    for root, training in zip(roots, cuts, strict=True):
+        Path(root.path).mkdir()
+        build_checkpoint(root, 1, training=training)
+    report = diff(roots[0].path, roots[1].path)
+    assert report.equal
+    assert report.notes == ["cut differently, which counts as no difference: 1 rank, and 4 ranks (shard 2, tensor 2)"]
 
 
 @pytest.mark.parametrize("cuts", [(), ROWS, COLUMNS])
