@@ -13,7 +13,6 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from perdure.errors import UsageError
 
@@ -56,7 +55,6 @@ class MixedPrecisionOptimizer(Optimizer):
         hooks: bool = True,
     ) -> None:
         self._masters: dict[Tensor, Tensor] = {}
-        self._handles: list[RemovableHandle] = []
         self._hooks = hooks
         self._built = False
         groups = [{**group, "params": list(group["params"])} for group in param_groups]
@@ -171,13 +169,6 @@ class MixedPrecisionOptimizer(Optimizer):
         self.inner.add_param_group(self._with_masters(group))
         super().add_param_group({**self.inner.param_groups[-1], "params": group["params"]})
 
-    def remove_hooks(self) -> None:
-        """Take the hooks off the parameters; from then on `accumulate_grads` is the caller's to call."""
-        self._hooks = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dictionary, whose numbering is also that of the groups here, with the masters
         under `main_params` by the same numbers."""
@@ -204,7 +195,7 @@ class MixedPrecisionOptimizer(Optimizer):
                 # float() of a DTensor keeps mesh and placements.
                 self._masters[parameter] = parameter.detach().float().clone()
                 if self._hooks:
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._take_grad))
+                    parameter.register_post_accumulate_grad_hook(self._take_grad)
         return {**group, "params": [self._masters.get(p, p) for p in group["params"]]}
 
     @torch.no_grad()

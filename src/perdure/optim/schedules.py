@@ -15,16 +15,12 @@ import bisect
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from perdure.errors import UsageError
 from perdure.importing import KeyFaults, accepted_keys, check_keys, resolve, section_keys
 
 __all__ = ["SCHEDULES", "Schedule", "build_schedule"]
-
-
-class _Formula(Protocol):
-    def __call__(self, step: float, /) -> float: ...
 
 
 @dataclass(frozen=True)
