@@ -16,8 +16,13 @@ _SPAN = 16 << 20
 
 
 def distinct_boxes(shards: list[ShardRecord]) -> list[ShardRecord]:
-    """Each box once: replicas may be stored several times."""
-    return list({s.box: s for s in reversed(shards)}.values())
+    """Each box once: without `remove_redundancy` several files hold the same."""
+    if len(shards) < 2:
+        return shards
+    found: dict[Box, ShardRecord] = {}
+    for shard in shards:
+        found.setdefault(shard.box, shard)
+    return list(found.values())
 
 
 def chunks(box: Box, itemsize: int, most: int = _CHUNK) -> Iterator[Box]:

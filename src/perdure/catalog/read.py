@@ -233,11 +233,13 @@ class ShardFiles:
         self.close()
 
     def _file(self, index: int) -> tuple[FileReader, Header]:
-        with self._lock:
-            held = self._open.get(index)
-            if held is None:
-                held = self._open[index] = self._open_file(index)
-            return held
+        held = self._open.get(index)
+        if held is None:
+            with self._lock:
+                held = self._open.get(index)
+                if held is None:
+                    held = self._open[index] = self._open_file(index)
+        return held
 
     def _open_file(self, index: int) -> tuple[FileReader, Header]:
         record, path = self.metadata.files[index], self.path(index)

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.engine.destinations import distinct, near, overlap
+from perdure.catalog.boxes import distinct_boxes
+from perdure.engine.destinations import near, overlap
 from perdure.engine.reader import Fill
 from perdure.format.box import Box
 from perdure.format.digest import BLOCK
@@ -128,7 +129,7 @@ def _with_elements(record: TensorRecord) -> list[ShardRecord]:
     if sum(held) == prod(record.shape):
         # They cover the tensor, so none is there twice.
         return shards if all(held) else [shard for shard, count in zip(shards, held, strict=True) if count]
-    return [shard for shard in distinct(shards) if prod(shard.shape)]
+    return [shard for shard in distinct_boxes(shards) if prod(shard.shape)]
 
 
 def _mark(blocks: NDArray[np.bool_], outer: Box, wanted: Iterable[Box], itemsize: int) -> None:

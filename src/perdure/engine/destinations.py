@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -12,22 +12,15 @@ from perdure.format.box import Box, intersect
 from perdure.format.metadata import ShardRecord
 from perdure.state.shards import Piece
 
-__all__ = ["as_dtype", "copy_overlap", "distinct", "in_place", "meets", "near", "overlap"]
-
-
-def distinct(shards: list[ShardRecord]) -> Iterator[ShardRecord]:
-    """Each box once: without `remove_redundancy` several files hold the same."""
-    seen: set[Box] = set()
-    for shard in shards:
-        if shard.box not in seen:
-            seen.add(shard.box)
-            yield shard
+__all__ = ["as_dtype", "copy_overlap", "in_place", "meets", "near", "overlap"]
 
 
 def near(shards: list[ShardRecord], pieces: Sequence[Piece]) -> list[ShardRecord]:
     """The shards that may meet any of the pieces: told by one dimension, at little cost for many."""
     if not shards or not pieces:
         return []
+    if len(shards) == 1:
+        return shards
     first = shards[0].offset
     dim = next((d for d in range(len(first)) if any(s.offset[d] != first[d] for s in shards)), None)
     if dim is None:
@@ -49,7 +42,7 @@ def meets(a: Box, b: Box) -> bool:
 
 def in_place(tensor: Tensor, stored: torch.dtype) -> bool:
     """Whether a tensor lies in memory as it is stored."""
-    return tensor.dtype == stored and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor.dtype == stored and tensor.is_cpu and tensor.is_contiguous()
 
 
 def as_dtype(data: Tensor, stored: torch.dtype) -> Tensor:

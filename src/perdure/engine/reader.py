@@ -11,16 +11,17 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import prod
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
-from perdure.engine.destinations import as_dtype, copy_overlap, distinct, in_place, meets, near, overlap
+from perdure.catalog.boxes import distinct_boxes
+from perdure.engine.destinations import as_dtype, copy_overlap, in_place, meets, near, overlap
 from perdure.engine.writer import memory_of
 from perdure.errors import DamagedCheckpointError
 from perdure.format.box import Box, intersect
@@ -45,8 +46,7 @@ class ShardSource(Protocol):
     def file_name(self, shard: ShardRecord) -> str: ...
 
 
-@dataclass(frozen=True)
-class Fill:
+class Fill(msgspec.Struct, frozen=True, gc=False):
     """One tensor of a checkpoint and the pieces of live memory that it is to fill."""
 
     section: Section
@@ -55,8 +55,7 @@ class Fill:
     pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True)
-class _Task:
+class _Task(msgspec.Struct, frozen=True, gc=False):
     """A shard that is needed, its box and bytes, where it lies, and the pieces that it meets."""
 
     fill: Fill
@@ -91,13 +90,14 @@ def read_tensors(
     tasks = []
     for fill in fills:
         dtype = BY_SAFETENSORS[fill.record.dtype]
-        stored = getattr(torch, dtype.torch)
-        for shard in distinct(near(fill.record.shards, fill.pieces)):
+        stored, itemsize = getattr(torch, dtype.torch), dtype.itemsize
+        for shard in distinct_boxes(near(fill.record.shards, fill.pieces)):
             box = shard.box
-            pieces = tuple(p for p in fill.pieces if meets(box, p.box))
-            if pieces and box.numel:
+            size = box.numel * itemsize
+            pieces = tuple([p for p in fill.pieces if meets(box, p.box)])
+            if pieces and size:
                 reader, offset = source.locate(fill.section, fill.name, shard)
-                tasks.append(_Task(fill, shard, reader, offset, box, box.numel * dtype.itemsize, pieces, stored))
+                tasks.append(_Task(fill, shard, reader, offset, box, size, pieces, stored))
     tasks.sort(key=lambda t: (t.shard.file, t.offset))
     worker = _Worker(source, verify, progress)
     jobs = _jobs(worker, tasks)
@@ -170,7 +170,7 @@ def bytes_to_read(fills: Iterable[Fill]) -> int:
     total = 0
     for fill in fills:
         itemsize = BY_SAFETENSORS[fill.record.dtype].itemsize
-        for shard in distinct(near(fill.record.shards, fill.pieces)):
+        for shard in distinct_boxes(near(fill.record.shards, fill.pieces)):
             box = shard.box
             overlaps = [o for p in fill.pieces if (o := overlap(box, p.box)) is not None]
             end = 0
@@ -212,23 +212,26 @@ class _Worker:
         first, last = tasks[0], tasks[-1]
         size = last.offset + last.size - first.offset
         slab = self.slab(size)[:size]
+        memory, address = memory_of(slab), slab.data_ptr()
         try:
-            first.reader.pread_into(memory_of(slab), first.offset)
+            first.reader.pread_into(memory, first.offset)
         except EOFError:
             # Which of them is cut short is told by reading one by one.
             for task in tasks:
                 self.run(task)
             return
         for task in tasks:
-            data = slab[task.offset - first.offset :][: task.size]
-            self._check(task, 0, memory_of(data))
+            begin = task.offset - first.offset
+            end = begin + task.size
+            self._compare(task, 0, memory[begin:end])
             straight = task.straight
             if straight is not None and len(task.pieces) == 1:
-                ctypes.memmove(straight.tensor.data_ptr(), data.data_ptr(), task.size)
+                ctypes.memmove(straight.tensor.data_ptr(), address + begin, task.size)
                 continue
-            values = as_dtype(data, task.stored).reshape(task.box.shape)
+            values = as_dtype(slab[begin:end], task.stored).reshape(task.box.shape)
             for piece in task.pieces:
                 copy_overlap(values, task.box, piece)
+        self._count(sum(task.size for task in tasks))
 
     def read_checked(self, task: _Task, start: int, memory: memoryview) -> None:
         """Reads shard bytes from `start` (a block boundary) into `memory`, which ends at a block's end."""
@@ -238,19 +241,24 @@ class _Worker:
                 task.reader.pread_into(piece, task.offset + start + at)
             except EOFError as error:
                 raise self._damage(task, str(error)) from None
-            self._check(task, (start + at) // BLOCK, piece)
+            self._compare(task, (start + at) // BLOCK, piece)
+            self._count(len(piece))
 
-    def _check(self, task: _Task, number: int, piece: memoryview) -> None:
+    def _compare(self, task: _Task, number: int, piece: memoryview) -> None:
         """Block `number` of a shard has arrived."""
+        if not self._verify:
+            return
         blocks = task.shard.blocks or (task.shard.digest,)
         # A checkpoint made by others has no digests.
         expected = blocks[number] if number < len(blocks) else ""
-        if self._verify and expected and digest_bytes(piece) != expected:
+        if expected and digest_bytes(piece) != expected:
             raise self._damage(task, f"block {number} is not what was written ({expected} expected)")
+
+    def _count(self, size: int) -> None:
         with self._lock:
-            self.bytes_read += len(piece)
+            self.bytes_read += size
         if self._progress is not None:
-            self._progress(len(piece))
+            self._progress(size)
 
     def _through_slabs(self, task: _Task) -> None:
         """Reads what any piece needs of a shard, a slab at a time, and copies from there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,27 +71,26 @@ def prepare_optimizer(
             f"the checkpoint's optimizer is {saved_type}, this run's is {view.type}",
             hint=f"use {saved_type}, or start from the weights only: checkpoint.no_load_optim=True",
         )
-    restore = OptimizerRestore([], lambda: None)
+    room = _Room(described.get("values", {}), records)
+    restore = OptimizerRestore(room.targets, lambda: None)
     groups = described.get("groups", [])
     known = {name for group in groups for name in group["params"]}
     slept = set(described.get("dormant", ()))
+    keys = described.get("keys", {})
     shared_step = described.get("values", {}).get("$shared_step")
     sharers = _step_sharers(view, described, known, records)
     states: dict[int, dict[str, Any]] = {}
-    arena = Arena()
-    finishers: list[Callable[[], None]] = []
     claimed: set[str] = set()
     for name, parameter in view.parameters():
-        state: dict[str, Any] = {}
-        for label, key in described.get("keys", {}).items():
+        state = states[id(parameter)] = {}
+        held = view.optimizer.state.get(parameter, {})
+        change = _change_of_precision(name, view.masters.get(name, parameter), weights or {}, records)
+        for label, key in keys.items():
             own = f"{label}.{name}"
             source = label if label == shared_step and name in sharers else own
-            values, held = described.get("values", {}), view.optimizer.state.get(parameter, {}).get(key)
-            change = _change_of_precision(name, view.masters.get(name, parameter), weights or {}, records)
-            _allocate(state, key, source, parameter, values, records, restore, finishers, own, held, arena, change)
+            room.take(state, key, source, own, parameter, held.get(key), change)
             claimed.add(source)
-        states[id(parameter)] = state
-        if known and name not in known | slept:
+        if known and name not in known and name not in slept:
             restore.fresh.append(name)
     for name, master in view.masters.items():
         own = f"{MASTER}.{name}"
@@ -110,7 +110,7 @@ def prepare_optimizer(
     claimed.update(target.name for target in restore.targets)
     unused = sorted(set(records) - claimed - set(described.get("set_aside", ())))
     unused = [name for name in unused if not _is_state_of(name, others)]
-    labels = [*described.get("keys", {}), MASTER]
+    labels = [*keys, MASTER]
     dormant, asleep = lay_to_rest(view.frozen, set(unused), described, records, labels)
     restore.targets += asleep
     unused = sorted(set(unused).difference(target.name for target in asleep))
@@ -132,8 +132,7 @@ def prepare_optimizer(
         restore.notes.append(f"{len(moved)} parameters are in another group than before: {few(moved)}")
 
     def install() -> None:
-        for finish in finishers:
-            finish()
+        room.finish()
         for _, parameter in view.parameters():
             state = states[id(parameter)]
             if state:
@@ -175,63 +174,87 @@ def _step_sharers(
     return {name for name in names if any(f"{label}.{name}" in records for label in others)}
 
 
-def _allocate(
-    state: dict[str, Any],
-    key: str,
-    source: str,
-    parameter: Tensor,
-    values: Mapping[str, Any],
-    records: Mapping[str, TensorRecord],
-    restore: OptimizerRestore,
-    finishers: list[Callable[[], None]],
-    own: str,
-    held: Any,
-    arena: Arena,
-    change: tuple[str, torch.dtype] | None,
-) -> None:
-    """Puts under `key` what the checkpoint calls `source`: a tensor to be filled, or a value.
+class _Room:
+    """Room for the states of parameters: `targets` are to be filled, then `finish` makes of them what they stand for.
 
-    `held` is what the optimizer has there now; a tensor of the same kind is filled in place. `change` is the stored
-    dtype that the parameter was updated in, and the one that it is updated in now.
+    Args:
+        values: what metadata say of states that aren't tensors, by name.
+        records: metadata's `optimizer` section.
     """
-    how = values.get(source, {})
-    if how.get("kind") == "json":
 
-        def inside(reference: str) -> Tensor:
-            if reference not in records:
-                raise DamagedCheckpointError(f"optimizer: {own}: its tensor {reference[:300]!r} is not there")
-            tensor = blank(records[reference], parameter.device)
-            restore.targets.append(_target(reference, tensor))
-            return tensor
+    def __init__(self, values: Mapping[str, Any], records: Mapping[str, TensorRecord]) -> None:
+        self.targets: list[NamedTensor] = []
+        self._values, self._records = values, records
+        self._arena = Arena()
+        self._numbers: dict[str, Tensor] = {}
+        self._finishers: list[Callable[[], None]] = []
 
-        state[key] = from_json(how["value"], inside, f"optimizer: {own}")
-        return
-    record = records.get(source)
-    if record is None:
-        return
-    if how.get("kind") == "step":
-        # Other programs count in whole numbers, maybe of shape [1]; torch in one float32 number.
-        counter = torch.zeros(record.shape, dtype=torch.float32)
-        restore.targets.append(_target(source, counter))
-        state[key] = counter
-        finishers.append(lambda: state.__setitem__(key, counter.reshape(())))
-        return
-    dtype = getattr(torch, record.logical or _torch_name(record.dtype))
-    shape = record.shape[:-1] if record.logical.startswith("complex") else record.shape
-    if how.get("kind") in ("int", "float"):
-        number = torch.zeros((), dtype=dtype)
-        restore.targets.append(_target(source, number))
-        state[key] = number
-        finishers.append(lambda: state.__setitem__(key, int(number) if how["kind"] == "int" else float(number)))
-        return
-    if tuple(shape) == tuple(parameter.shape) and not (how.get("kind") == "host" and len(shape) == 0):
-        follows = change is not None and not record.logical and record.dtype == change[0]
-        tensor = arena.like(parameter, change[1] if change is not None and follows else dtype, held)
-    else:
-        device = "cpu" if how.get("kind") == "host" else parameter.device
-        tensor = blank(record, device)
-    state[key] = tensor
-    restore.targets.append(_target(source, tensor))
+    def finish(self) -> None:
+        """To be called when the targets are filled."""
+        for finish in self._finishers:
+            finish()
+
+    def take(
+        self,
+        state: dict[str, Any],
+        key: str,
+        source: str,
+        own: str,
+        parameter: Tensor,
+        held: Any,
+        change: tuple[str, torch.dtype] | None,
+    ) -> None:
+        """Puts under `key` what the checkpoint calls `source`: a tensor to be filled, or a value.
+
+        `held` is what the optimizer has there now; a tensor of the same kind is filled in place. `change` is the stored
+        dtype that the parameter was updated in, and the one that it is updated in now.
+        """
+        how = self._values.get(source, {})
+        kind = how.get("kind")
+        if kind == "json":
+            state[key] = from_json(how["value"], partial(self._inside, own, parameter.device), f"optimizer: {own}")
+            return
+        record = self._records.get(source)
+        if record is None:
+            return
+        if kind is not None:
+            state[key] = number = self._number(source, record, kind)
+            self._finishers.append(lambda: state.__setitem__(key, _value(number, kind)))
+            return
+        dtype = getattr(torch, record.logical or BY_SAFETENSORS[record.dtype].torch)
+        shape = record.shape[:-1] if record.logical.startswith("complex") else record.shape
+        if shape == tuple(parameter.shape):
+            follows = change is not None and not record.logical and record.dtype == change[0]
+            tensor = self._arena.like(parameter, change[1] if change is not None and follows else dtype, held)
+        else:
+            tensor = blank(record, parameter.device)
+        state[key] = tensor
+        self.targets.append(_target(source, tensor))
+
+    def _number(self, source: str, record: TensorRecord, kind: str) -> Tensor:
+        """Room for a single number in host memory: one, however many parameters share it."""
+        number = self._numbers.get(source)
+        if number is None:
+            # Other programs count steps in whole numbers, maybe of shape [1]; torch in one float32 number.
+            number = torch.zeros(record.shape, dtype=torch.float32) if kind == "step" else blank(record)
+            self._numbers[source] = number
+            self.targets.append(_target(source, number))
+        return number
+
+    def _inside(self, own: str, device: torch.device, reference: str) -> Tensor:
+        """Room for a tensor within a value that is JSON."""
+        if reference not in self._records:
+            raise DamagedCheckpointError(f"optimizer: {own}: its tensor {reference[:300]!r} is not there")
+        tensor = blank(self._records[reference], device)
+        self.targets.append(_target(reference, tensor))
+        return tensor
+
+
+def _value(number: Tensor, kind: str) -> Any:
+    """A number that was read, as the optimizer has it; each parameter has its own."""
+    if kind in ("int", "float"):
+        return int(number) if kind == "int" else float(number)
+    return number.reshape(()).clone()
 
 
 def _change_of_precision(
@@ -250,10 +273,6 @@ def _counters_to_device(parameters: list[Tensor], states: Mapping[Tensor, dict[s
         step = states[parameter].get("step") if parameter in states else None
         if isinstance(step, Tensor) and step.device != parameter.device:
             states[parameter]["step"] = step.to(parameter.device)
-
-
-def _torch_name(stored: str) -> str:
-    return BY_SAFETENSORS[stored].torch
 
 
 def _expect(name: str, record: TensorRecord, shape: tuple[int, ...]) -> None:
