@@ -17,6 +17,10 @@ from perdure.storage.base import Storage
 __all__ = ["Choice", "Located", "choose", "decide", "fallback", "locate", "locate_root"]
 
 
+_LIKELY = ("checkpoint", "checkpoints")
+"""What save roots are often called in the directory of a run."""
+
+
 @dataclass(frozen=True)
 class Located:
     """The root that a path means, and the iteration where the path named one itself."""
@@ -79,7 +83,9 @@ def locate(path: str | os.PathLike[str], storage: Storage | None = None) -> Loca
     if listing.uncommitted:
         raise _not_committed(path, listing.uncommitted)
     what = "holds no checkpoint" if names else "is empty"
-    raise CheckpointNotFoundError(f"{path} {what}; {expected}")
+    below = next((n for n in _LIKELY if n in names and Root(root.join(n), storage).iterations()), None)
+    hint = f"name the save root in it: {os.path.join(path, below)}" if below is not None else None
+    raise CheckpointNotFoundError(f"{path} {what}; {expected}", hint=hint)
 
 
 def locate_root(path: str | os.PathLike[str], storage: Storage | None = None) -> Root:

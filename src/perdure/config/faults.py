@@ -84,7 +84,9 @@ class Origin:
                 return path, self.overrides[path]
             if path in self.marks:
                 return path, self.marks[path]
-        return (), None
+        # A section that the command line alone names, with one of its keys.
+        words = (word for path, word in self.overrides.items() if path[:1] == fault.path)
+        return (), next(words, None)
 
 
 class SectionError(ConfigError):

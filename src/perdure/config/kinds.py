@@ -52,6 +52,7 @@ _LARGEST = 2**63 - 1
 _TYPE_NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _BYTE_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B")
+_VARIABLE = re.compile(r"\$\{?[A-Z_][A-Z0-9_]*\}?")
 _UNITS = {"": 1, **{f"{unit}i": 1024**power for power, unit in enumerate("KMGT", 1)}}
 _UNITS |= {unit: 1000**power for power, unit in enumerate("KMGT", 1)}
 
@@ -81,6 +82,8 @@ def _path(value: object) -> object:
         raise _expected("a path without NUL characters")
     if is_address(value):
         raise _expected("a path of a mounted file system; addresses are not read or written")
+    if (variable := _VARIABLE.search(value)) is not None:
+        raise _expected(f"a path; {variable[0]} is not filled in (a shell does so on the command line)")
     expanded = os.path.expanduser(value)
     if expanded.startswith("~"):
         raise _expected("a path; ~ stands for a home directory that is not known (write ./~ for a file of that name)")

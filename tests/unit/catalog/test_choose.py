@@ -221,6 +221,14 @@ def test_a_path_without_a_checkpoint_is_named_with_what_was_expected(tmp_path: P
     assert caught.value.exit_code == 10
 
 
+def test_the_directory_of_a_run_is_told_where_its_root_is(tmp_path: Path) -> None:
+    os.makedirs(tmp_path / "run" / "checkpoint")
+    build_checkpoint(Root(tmp_path / "run" / "checkpoint"), 5)
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        locate(tmp_path / "run")
+    assert caught.value.hint == f"name the save root in it: {tmp_path / 'run' / 'checkpoint'}"
+
+
 def test_an_iteration_directory_is_accepted_with_its_root(root: Root) -> None:
     located = locate(root.join("iteration_00000200") + "/")
     assert located.kind == "iteration"

@@ -54,6 +54,11 @@ def test_a_word_mends_what_the_file_has_wrong(load: Load) -> None:
         ("training.steps=abc", "expected an integer, found the text 'abc'"),
         ("training.steps='5'", "expected an integer, found the text '5'; remove the quotes"),
         ("training.stepps=5", "unknown key; did you mean steps?"),
+        ("chekpoint.load_path=x", "chekpoint: unknown key; did you mean checkpoint?"),
+        (
+            "output_dir=$HOME/x",
+            "expected a path; $HOME is not filled in (a shell does so on the command line), found the text '$HOME/x'",
+        ),
         ("load_path=x", "unknown key; it belongs to checkpoint.load_path"),
         ("checkpoint={save_maxx: 1}", "checkpoint.save_maxx: unknown key; did you mean save_max?"),
         ("checkpoint.load_path=~", "expected text, found nothing (null)"),

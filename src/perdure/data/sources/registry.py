@@ -62,8 +62,9 @@ def resolve_source(kind: str, *, fault: Fault = _plain_fault) -> Callable[..., A
 
 def source_keys(kind: str, *, fault: Fault = _plain_fault) -> dict[str, inspect.Parameter]:
     """The keys that a source takes, from its constructor's signature; one named `**` when it takes any."""
+    source = resolve_source(kind, fault=fault)
     try:
-        parameters = inspect.signature(resolve_source(kind, fault=fault)).parameters.values()
+        parameters = inspect.signature(source).parameters.values()
     except ValueError as error:
         raise fault("type", f"{kind!r} does not say which keys it takes: {error}") from error
     keys: dict[str, inspect.Parameter] = {}
