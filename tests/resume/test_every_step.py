@@ -278,7 +278,7 @@ def test_evaluation_leaves_training_alone_also_across_a_resume(straight: Path, t
     assert state(tmp_path, STEPS) == state(straight, STEPS)
     lines = [line for line in read_lines(str(tmp_path / "metrics.jsonl")) if "eval_loss" in line]
     assert [line["step"] for line in lines] == [3, 6, 9, 12]
-    straight_again = trainer(tmp_path / "again", training={"eval_interleaved_steps": 3}, eval_dataset=EVAL)
+    straight_again = trainer(tmp_path / "again", training={"eval_interleaved_steps": 3})
     straight_again.eval_dataset = Noisy(11)
     straight_again.train()
     again = [line for line in read_lines(str(tmp_path / "again" / "metrics.jsonl")) if "eval_loss" in line]

@@ -68,11 +68,6 @@ def _data(config: TrainConfig) -> Iterator[Finding]:
     if training.ignore_data_skip and training.data_skip_steps:
         text = f"expected 0 together with ignore_data_skip, found {training.data_skip_steps}"
         yield Finding("training.data_skip_steps", text, ("training.ignore_data_skip",))
-    if training.eval_interleaved_steps and config.eval_dataset is None:
-        text = f"expected an eval_dataset section for it, or 0; found {training.eval_interleaved_steps}"
-        yield Finding("training.eval_interleaved_steps", text, ("eval_dataset",))
-    if config.eval_dataset is not None and config.eval_dataset.dataloader.type is None:
-        yield Finding("eval_dataset.dataloader.type", "missing", ("eval_dataset",))
 
 
 def _parallelism(config: TrainConfig) -> Iterator[Finding]:

@@ -115,20 +115,27 @@ class TrainConfig(Section):
         """One error about several keys; `faults` holds pairs of key and what is wrong."""
         return config_error([Fault(parse_key(key), text, hint) for key, text in faults], self._origin)
 
-    def require(self, *, model: bool = False, train_dataset: bool = False) -> None:
+    def require(self, *, model: bool = False, train_dataset: bool = False, eval_dataset: bool = False) -> None:
         """Check that what is to be built is described; not needed for what is passed as an object.
 
         Raises:
-            ConfigError: `model` without a type, or a training data set without one.
+            ConfigError: `model` without a type, a data set without one, or nothing to evaluate on.
         """
         faults: list[tuple[str, str]] = []
         if model and not (self.model.type or self.model.model_type or self.model.architectures):
             faults.append(("model.type", "missing; expected a model's name or an import path package.module:Object"))
         if train_dataset and self.train_dataset.dataloader.type is None:
-            text = "missing; expected a source's name or an import path package.module:Object"
-            faults.append(("train_dataset.dataloader.type", text))
+            faults.append(("train_dataset.dataloader.type", _NO_SOURCE))
+        if eval_dataset and self.eval_dataset is None:
+            text = f"expected an eval_dataset section for it, or 0; found {self.training.eval_interleaved_steps}"
+            faults.append(("training.eval_interleaved_steps", text))
+        elif eval_dataset and self.eval_dataset is not None and self.eval_dataset.dataloader.type is None:
+            faults.append(("eval_dataset.dataloader.type", _NO_SOURCE))
         if faults:
             raise self.faults(faults)
+
+
+_NO_SOURCE = "missing; expected a source's name or an import path package.module:Object"
 
 
 def check_sections(data: Mapping[Any, object], origin: Origin, faults: Iterable[Fault] = ()) -> dict[str, Any]:

@@ -57,34 +57,29 @@ def data(config: TrainConfig, given: Any) -> Any:
 
 
 def evaluation_data(config: TrainConfig, given: Any) -> Any:
-    """The evaluation data: what was passed, what `eval_dataset.dataloader` describes, or None."""
+    """The evaluation data: what was passed, or what `eval_dataset.dataloader` describes."""
+    config.require(eval_dataset=given is None)
     if config.eval_dataset is None:
         return given
     if given is not None:
         return _columns(config, config.eval_dataset.dataloader, "eval_dataset", given)
-    if config.eval_dataset.dataloader.type is None:
-        raise config.fault("eval_dataset.dataloader.type", "missing; expected a source's name or an import path")
     return _source(config, config.eval_dataset.dataloader, "eval_dataset")
 
 
 def evaluation(
     config: TrainConfig,
-    dataset: Any,
+    given: Any,
     loss: LossFunction,
     ranks: Ranks,
     mesh: Mesh,
     device: torch.device,
     say: Callable[[str], None],
 ) -> Evaluation | None:
-    """What evaluates between steps, where the configuration asks for it."""
+    """What evaluates between steps, on the data passed or described, where the configuration asks for it."""
     training = config.training
     if not training.eval_interleaved_steps:
         return None
-    if dataset is None:
-        raise config.fault(
-            "training.eval_interleaved_steps", "there is nothing to evaluate on: eval_dataset is missing"
-        )
-    loader = evaluation_feed(config, dataset, mesh, ranks, say)
+    loader = evaluation_feed(config, evaluation_data(config, given), mesh, ranks, say)
     return Evaluation(loader, loss=loss, ranks=ranks, mesh=mesh, device=device, seed=training.seed)
 
 

@@ -108,6 +108,7 @@ def explain(config: TrainConfig, ranks: int | None = None) -> Explanation:
     ranks = ranks or (candidate.ranks if candidate is not None else 1)
     layout = told.attempt(lambda: check_ranks(config, ranks))
     dataset = told.attempt(lambda: build.data(config, None))
+    told.attempt(lambda: config.require(eval_dataset=config.training.eval_interleaved_steps > 0))
     if layout is not None:
         told.layout = {"ranks": layout.ranks, **layout.degrees}
     if dataset is not None and told.start:

@@ -17,6 +17,9 @@ from perdure.train.state import TrainerState
 
 __all__ = ["Logbook", "header_of"]
 
+_TAKEN = frozenset(("resumed", "step", "samples", "consumed_samples", "loss", "attempt"))
+"""Names by which readers of metrics.jsonl tell its lines apart, and steps."""
+
 
 def header_of(
     state: TrainerState,
@@ -138,15 +141,23 @@ class Logbook:
         """Figures at the present step that not every step has.
 
         Raises:
-            UsageError: the histories are not open.
+            UsageError: the histories are not open, a name is one that readers go by, or a figure is no number.
         """
         if not self._is_open:
             raise UsageError(
                 f"figures {', '.join(figures)} have no place in metrics.jsonl: no run is under way",
                 hint="call Trainer.log from on_train_begin to on_train_end",
             )
+        if taken := _TAKEN & figures.keys():
+            raise UsageError(
+                f"metrics.jsonl: a figure of one's own cannot be called {min(taken)}, as the lines of steps have it",
+                hint=f"name it otherwise: my_{min(taken)}",
+            )
+        try:
+            told = {name: number(float(value)) for name, value in figures.items()}
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"a figure for metrics.jsonl is no number: {error}") from error
         if self._metrics is not None:
-            told = {name: number(value) for name, value in figures.items()}
             self._metrics.write({"step": state.global_step, **told, "attempt": state.attempt})
 
     def sync(self) -> tuple[int, str]:

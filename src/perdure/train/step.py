@@ -121,6 +121,11 @@ class TrainStep:
             micro = micro_batches[index]
             seed_streams(self._seed, micro.first)
             value, count = loss_and_count(self._loss, model, to_device(micro.data, self._device), len(micro.ids))
+            if not value.requires_grad:
+                raise UsageError(
+                    "the loss does not depend on any parameter that is trained, so there is nothing to learn from it",
+                    hint="compute it from the model's output without .item(), .detach() or torch.no_grad()",
+                )
             # Left on the device: reading them here would hold up the backward pass.
             loss_sum, tokens = loss_sum + value.detach().double(), tokens + count
             return self._scaler.scale_loss(value / global_batch_size)

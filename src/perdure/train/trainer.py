@@ -26,7 +26,6 @@ from perdure.state.random import seed_all
 from perdure.train import build
 from perdure.train.callbacks.base import Callback, call_hooks
 from perdure.train.console import Console
-from perdure.train.evaluate import Evaluation
 from perdure.train.feed import data_state, feed, place
 from perdure.train.health import HealthMonitor, Verdict
 from perdure.train.logbook import Logbook, header_of
@@ -73,7 +72,7 @@ class Trainer:
         self.config = _config(config)
         self.model, self.optimizer, self.train_dataset = model, optimizer, train_dataset
         self.eval_dataset = eval_dataset
-        self.state = TrainerState()
+        self.state, self._begun = TrainerState(), False
         self._loss = compute_loss_func or next_token_loss
         self._callbacks, self._extra = list(callbacks), dict(extra or {})
 
@@ -89,6 +88,9 @@ class Trainer:
         Raises:
             PerdureError: with one sentence and a hint; checkpoints committed before are untouched.
         """
+        if self._begun:
+            raise UsageError("this Trainer has trained already", hint="make another: it resumes where this one ended")
+        self._begun = True
         self._laps = Laps(process_age())
         self._laps.end("start")
         self.ranks, state = Ranks(), self.state
@@ -132,7 +134,11 @@ class Trainer:
         self._left_out = LeftOut()
         self._moved: dict[str, Any] = {}
         self.health = HealthMonitor(config.monitor.health_checkpoint)
-        self._evaluation = self._build_evaluation(stack)
+        self._evaluation = build.evaluation(
+            config, self.eval_dataset, self._loss, self.ranks, self.mesh, self.device, self.console.say
+        )
+        if self._evaluation is not None:
+            stack.callback(self._evaluation.close)
         self._callbacks = build.callbacks(config, self._callbacks)
         self._settings = build.settings_of(config, self.optimizer)
         self._logbook = Logbook(config.output_dir, writes=self.ranks.is_first, say=self.console.say)
@@ -166,16 +172,6 @@ class Trainer:
             health=self.health,
         )
         self._hook("on_build")
-
-    def _build_evaluation(self, stack: contextlib.ExitStack) -> Evaluation | None:
-        config = self.config
-        if config.training.eval_interleaved_steps:
-            self.eval_dataset = build.evaluation_data(config, self.eval_dataset)
-        data, say = self.eval_dataset, self.console.say
-        evaluation = build.evaluation(config, data, self._loss, self.ranks, self.mesh, self.device, say)
-        if evaluation is not None:
-            stack.callback(evaluation.close)
-        return evaluation
 
     # ---- resuming
 
@@ -252,7 +248,11 @@ class Trainer:
         self._batches = self.loader.take(self.state.steps - self.state.global_step)
         while not (self.state.finished or self.state.stop_signal):
             self.ranks.phase.set("waiting for data", self.state.global_step + 1)
-            self._step(next(self._batches), stop)
+            batch = next(self._batches, None)
+            if batch is None:  # a callback has moved the target
+                self._batches = self.loader.take(self.state.steps - self.state.global_step)
+                continue
+            self._step(batch, stop)
             if "first step" not in self._laps.seconds:
                 self._laps.end("first step")
                 seconds = {phase: round(seconds, 3) for phase, seconds in self._laps.seconds.items()}

@@ -53,11 +53,6 @@ def everything_built(monkeypatch: pytest.MonkeyPatch) -> None:
             "expected 0 together with ignore_data_skip, found 3",
         ),
         (
-            "training: {eval_interleaved_steps: 3}",
-            "training.eval_interleaved_steps",
-            "expected an eval_dataset section for it, or 0; found 3",
-        ),
-        (
             "checkpoint: {auto_resume: true, no_save_optim: true}",
             "checkpoint.no_save_optim",
             "expected false together with auto_resume, found true: nothing resumes without the optimizer",

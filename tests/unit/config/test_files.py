@@ -60,7 +60,6 @@ def test_all_faults_in_one_go_in_the_order_of_the_file(lines: Lines) -> None:
         ("checkpoint: []", "checkpoint: expected a mapping of keys to values, found []"),
         ("callbacks: {type: A}", "callbacks: expected a list of mappings, found a mapping"),
         ("output_dir: ''", "output_dir: expected a path, found an empty text"),
-        ("eval_dataset: {prefetch_size: 1}", "eval_dataset.dataloader.type: missing"),
         ("monitor: {tensorboard: {3: x}}", "monitor.tensorboard[3]: expected a name as key, found 3"),
     ],
 )
@@ -169,6 +168,10 @@ def test_what_must_be_described_unless_it_is_passed(load: Load) -> None:
     load("model: {model_type: qwen3}\ntrain_dataset: {dataloader: {type: Text}}").require(
         model=True, train_dataset=True
     )
+    with pytest.raises(ConfigError, match=r"eval_interleaved_steps: expected an eval_dataset section for it, or 0"):
+        load("training: {eval_interleaved_steps: 3}").require(eval_dataset=True)
+    with pytest.raises(ConfigError, match=r"eval_dataset\.dataloader\.type: missing"):
+        load("eval_dataset: {prefetch_size: 1}").require(eval_dataset=True)
 
 
 def test_a_mapping_is_told_by_key_alone() -> None:
