@@ -125,6 +125,7 @@ def test_the_configuration_names_it(tmp_path: Path) -> None:
         name.startswith("extra:callback.EMA.weights.") for name in tiny.state(tiny.newest(tmp_path / "checkpoint"))
     )
     for wrong in ({"decay": 1.5}, {"deacy": 0.5}):
+        made = tiny.trainer(tmp_path, 3)
         made.config = type(made.config)(**{**tiny.config(tmp_path, 3), "callbacks": [{"type": "EMA", **wrong}]})
         with pytest.raises(ConfigError, match=r"callbacks\[0\]"):
             made.train()
