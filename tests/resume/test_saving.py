@@ -355,6 +355,29 @@ def test_two_runs_with_one_output_dir_are_refused_also_with_different_roots(tmp_
     assert [row[0] for row in tiny.trace(tmp_path)] == [1]
 
 
+def test_a_link_to_a_root_is_that_root(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "link").symlink_to("scratch", target_is_directory=True)
+    for step in (1, 2):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = CheckpointConfig(save_path=str(tmp_path / "link"), auto_resume=True)
+        with Checkpointer(config, model=model, optimizer=optimizer, say=lambda line: None) as checkpointer:
+            assert checkpointer.load().global_step == step - 1
+            checkpointer.save(Progress(step, 4 * step, 4))
+    assert [i.iteration for i in Root(tmp_path / "scratch").iterations()] == [1, 2]
+
+
+@pytest.mark.parametrize("make", ["mkdir", "symlink"])
+def test_a_lock_that_is_no_plain_file_is_told(tmp_path: Path, make: str) -> None:
+    if make == "mkdir":
+        (tmp_path / "lock").mkdir()
+    else:
+        (tmp_path / "lock").symlink_to("elsewhere")
+    with pytest.raises(UsageError, match=r"lock is no plain file \("):
+        Checkpointer(CheckpointConfig(save_path=str(tmp_path)), model=nn.Linear(2, 1))
+
+
 def test_a_save_root_that_is_the_output_dir_works(tmp_path: Path) -> None:
     for stop in (3, 6):
         tiny.trainer(tmp_path, stop, checkpoint={"save_path": str(tmp_path)}).train()

@@ -239,6 +239,9 @@ def _newest(listing: RootListing, tracker: TrackerReading) -> tuple[Iteration, l
         why = f" ({entry.why})" if entry is not None else ""
         said = f"the tracker says {tracker.text!r}, which is not a committed iteration{why}"
     warnings = [f"{said}; taking {chosen.dirname}, the newest that is committed"]
+    if entry is None:
+        broken = [u for u in listing.uncommitted if u.kind == "damaged"]
+        warnings += [f"{u.name} does not count: {u.why}" for u in broken[:3]]
     if len(newest) > 1:
         warnings.append(
             f"the root holds {len(newest)} runs ({', '.join(newest)}); {chosen.dirname} is of the one that saved last"

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from perdure.errors import RootLockedError, SaveError
+from perdure.errors import RootLockedError, SaveError, UsageError
 from perdure.format.names import LOCK
 
 __all__ = ["RootLock"]
@@ -62,6 +62,7 @@ class RootLock:
 
         Raises:
             RootLockedError: a living process holds it; host, process and since when are named.
+            UsageError: there is no writing below the directory.
         """
         path = os.path.join(directory, LOCK)
         owner = {
@@ -73,7 +74,7 @@ class RootLock:
         }
         deadline = clock() + GRACE_S
         while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            fd = _open(path)
             try:
                 kernel = _lock(fd)
                 if kernel is False and (not _known_dead(_read(fd)) or clock() >= deadline):
@@ -143,6 +144,20 @@ class RootLock:
         while not self._stop.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):
                 os.utime(self._fd)
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            raise UsageError(f"{path} is no plain file ({error.strerror})", hint="remove it, or move it away") from None
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UsageError(
+                f"{os.path.dirname(path)} cannot be written to ({error.strerror})",
+                hint="save elsewhere: checkpoint.save_path; to load only, set checkpoint.enable_save=False",
+            ) from None
+        raise
 
 
 def _lock(fd: int) -> bool | None:

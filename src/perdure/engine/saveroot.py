@@ -142,7 +142,7 @@ class SaveRoot:
 
     def iterations(self) -> list[Iteration]:
         """The committed iterations here; none where the root does not exist yet."""
-        return self.root.iterations() if self.root.storage.is_directory(self.root.path) else []
+        return self.root.iterations()
 
     def damaged(self, source: Root) -> set[str]:
         """Commit digests of what was found damaged, by this run's events or the source's."""

@@ -200,6 +200,7 @@ def test_a_directory_under_another_number_does_not_count(root: Root) -> None:
     os.rename(root.join("iteration_00000012"), root.join("iteration_00000013"))
     assert [u.kind for u in root.uncommitted()] == ["damaged"]
     assert "iteration 12" in root.uncommitted()[0].why
+    assert any("iteration_00000013 does not count" in warning for warning in choose(root).warnings)
 
 
 @pytest.mark.parametrize(
