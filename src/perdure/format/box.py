@@ -47,7 +47,7 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(tuple(offset), tuple(shape))
 
 
-def is_line(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+def is_line(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: Sequence[int]) -> bool:
     """Whether boxes cover a tensor of `shape` as runs of one dimension: the usual cut, seen at little cost.
 
     Every box has as many dimensions as `shape`.
@@ -55,17 +55,19 @@ def is_line(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     shape = tuple(shape)
     if not boxes or not shape:
         return False
-    dim = next((d for d, n in enumerate(shape) if boxes[0].shape[d] != n), 0)
-    before, after, zeros = shape[:dim], shape[dim + 1 :], (0,) * len(shape)
+    if len(boxes) == 1:
+        return not any(boxes[0][0]) and boxes[0][1] == shape and 0 not in shape
+    dim = next((d for d, n in enumerate(shape) if boxes[0][1][d] != n), 0)
+    others, zeros = shape[:dim] + shape[dim + 1 :], (0,) * (len(shape) - 1)
+    if any(extent[:dim] + extent[dim + 1 :] != others for extent in {extent for _, extent in boxes}):
+        return False
+    if {offset[:dim] + offset[dim + 1 :] for offset, _ in boxes} != {zeros}:
+        return False
     at = 0
-    for offset, extent in sorted(boxes):
-        if offset[dim] != at or extent[dim] <= 0:
+    for begin, size in sorted([(offset[dim], extent[dim]) for offset, extent in boxes]):
+        if begin != at or size <= 0:
             return False
-        if extent[:dim] != before or extent[dim + 1 :] != after:
-            return False
-        if offset[:dim] != zeros[:dim] or offset[dim + 1 :] != zeros[dim + 1 :]:
-            return False
-        at += extent[dim]
+        at += size
     return at == shape[dim]
 
 

@@ -7,6 +7,7 @@ is the digest of the concatenated block digests; so a partial read can be checke
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import xxhash
 
@@ -37,7 +38,7 @@ def block_count(size: int) -> int:
     return 0 if size <= BLOCK else -(-size // BLOCK)
 
 
-def shard_digest(blocks: list[str]) -> str:
+def shard_digest(blocks: Sequence[str]) -> str:
     """A large shard's own digest, from the tags of its blocks."""
     return digest_bytes(b"".join(bytes.fromhex(b.removeprefix(_TAG)) for b in blocks))
 

@@ -6,7 +6,8 @@ digests, and the engine knows nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import chain, filterfalse
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -137,53 +138,72 @@ class CheckpointMetadata(msgspec.Struct, kw_only=True):
             seen.add(record.name)
         kinds = [(shard := parse_shard_filename(r.name)) and shard.kind for r in self.files]
         for section in SECTIONS:
+            records, kind = self.section(section), _FILE_KINDS[section]
+            strange = {index for index, found in enumerate(kinds) if found is not None and found != kind}
+            # All at once, so that of a million shards only what differs is looked at; one by one to name the faulty.
+            sound = self._fault(records.values(), kind, strange) is None
             names: set[str] = set()
-            for name, tensor in self.section(section).items():
-                fault = self._tensor_fault(tensor, _FILE_KINDS[section], kinds)
+            for name, tensor in records.items():
+                fault = None if sound else self._fault([tensor], kind, strange)
                 if fault is None and not names.isdisjoint((name, *tensor.aliases)):
                     fault = "its name is used twice"
                 if fault is not None:
                     raise DamagedCheckpointError(f"{file}: {section}: {name[:300]}: {fault}", file=file, tensor=name)
                 names.update((name, *tensor.aliases))
 
-    def _tensor_fault(self, tensor: TensorRecord, kind: str, kinds: list[str | None]) -> str | None:
-        dtype = BY_SAFETENSORS.get(tensor.dtype)
-        if dtype is None:
-            return f"unknown dtype {tensor.dtype[:40]!r}"
-        if tensor.logical:
-            held = BY_TORCH.get(tensor.logical)
-            if (
-                held is None
-                or held.stored != tensor.dtype
-                or (held.trailing > 1 and tensor.shape[-1:] != (held.trailing,))
-            ):
-                return f"logical dtype {tensor.logical[:40]!r} cannot be held as {tensor.dtype} {list(tensor.shape)}"
-        # Zeros don't hide the rest: a shape is also strides.
-        if len(tensor.shape) > _MOST_DIMENSIONS or prod(max(n, 1) for n in tensor.shape) * dtype.itemsize >= 1 << 62:
-            return f"absurd shape {list(tensor.shape)[:10]}"
-        count, ndim = len(self.files), len(tensor.shape)
-        strange = {index for index, found in enumerate(kinds) if found is not None and found != kind}
-        for shard in tensor.shards:
-            if shard.file >= count:
-                return f"shard in file {shard.file}, but there are {count} files"
-            if shard.file in strange:
-                return f"shard in {self.files[shard.file].name}, which is not a {kind} file"
-            if not len(shard.offset) == len(shard.shape) == ndim:
-                return f"a shard has {len(shard.offset)} dimensions, the tensor {ndim}"
-            if shard.digest:
-                fault = _digest_fault(shard, prod(shard.shape) * dtype.itemsize)
-                if fault is not None:
-                    return fault
-        boxes = [Box(shard.offset, shard.shape) for shard in tensor.shards]
-        # Without `remove_redundancy`, replicas repeat a box; each distinct box counts once.
-        return None if is_line(boxes, tensor.shape) else cover_fault(set(boxes), tensor.shape)
+    def _fault(self, tensors: Collection[TensorRecord], kind: str, strange: set[int]) -> str | None:
+        """What is wrong with one of some tensors, which are to be in files of one kind."""
+        layouts = {(tensor.dtype, tensor.logical, tensor.shape) for tensor in tensors}
+        fault = next((fault for layout in layouts if (fault := _layout_fault(*layout)) is not None), None)
+        if fault is not None:
+            return fault
+        files = {shard.file for tensor in tensors for shard in tensor.shards}
+        if files and max(files) >= len(self.files):
+            return f"shard in file {max(files)}, but there are {len(self.files)} files"
+        if not files.isdisjoint(strange):
+            return f"shard in {self.files[min(files & strange)].name}, which is not a {kind} file"
+        for dtype, ndim, begins, shape, blocks in {
+            (t.dtype, len(t.shape), len(s.offset), s.shape, len(s.blocks) if s.digest else None)
+            for t in tensors
+            for s in t.shards
+        }:
+            if not begins == len(shape) == ndim:
+                return f"a shard has {begins} dimensions, the tensor {ndim}"
+            size = prod(shape) * BY_SAFETENSORS[dtype].itemsize
+            if blocks not in (None, block_count(size)):
+                return f"{blocks} block digests for {size} bytes in blocks of {BLOCK}"
+        fault = _digest_fault([shard for tensor in tensors for shard in tensor.shards if shard.digest])
+        return fault or next((fault for tensor in tensors if (fault := _cover_fault(tensor)) is not None), None)
 
 
-def _digest_fault(shard: ShardRecord, size: int) -> str | None:
-    if not is_digest(shard.digest) or not all(map(is_digest, shard.blocks)):
-        return f"malformed digest {shard.digest[:60]!r}"
-    if len(shard.blocks) != block_count(size):
-        return f"{len(shard.blocks)} block digests for {size} bytes in blocks of {BLOCK}"
-    if shard.blocks and shard_digest(list(shard.blocks)) != shard.digest:
+def _layout_fault(stored: str, logical: str, shape: tuple[int, ...]) -> str | None:
+    dtype = BY_SAFETENSORS.get(stored)
+    if dtype is None:
+        return f"unknown dtype {stored[:40]!r}"
+    if logical:
+        held = BY_TORCH.get(logical)
+        if held is None or held.stored != stored or (held.trailing > 1 and shape[-1:] != (held.trailing,)):
+            return f"logical dtype {logical[:40]!r} cannot be held as {stored} {list(shape)}"
+    # Zeros don't hide the rest: a shape is also strides.
+    if len(shape) > _MOST_DIMENSIONS or prod(max(n, 1) for n in shape) * dtype.itemsize >= 1 << 62:
+        return f"absurd shape {list(shape)[:10]}"
+    return None
+
+
+def _digest_fault(shards: list[ShardRecord]) -> str | None:
+    large = [shard for shard in shards if shard.blocks]
+    digests = chain([shard.digest for shard in shards], *(shard.blocks for shard in large))
+    malformed = next(filterfalse(is_digest, digests), None)
+    if malformed is not None:
+        return f"malformed digest {malformed[:60]!r}"
+    if any(shard_digest(shard.blocks) != shard.digest for shard in large):
         return "its block digests don't give its digest"
     return None
+
+
+def _cover_fault(tensor: TensorRecord) -> str | None:
+    boxes = [(shard.offset, shard.shape) for shard in tensor.shards]
+    if is_line(boxes, tensor.shape):
+        return None
+    # Without `remove_redundancy`, replicas repeat a box; each distinct box counts once.
+    return cover_fault({Box(*box) for box in boxes}, tensor.shape)
