@@ -12,7 +12,7 @@ import pytest
 
 from perdure.catalog import lock as lock_module
 from perdure.catalog.lock import RootLock
-from perdure.errors import RootLockedError, SaveError
+from perdure.errors import RootLockedError, SaveError, UsageError
 
 HOLD = """
 import sys, time
@@ -92,7 +92,7 @@ def test_who_was_taken_over_finds_out_before_publishing(tmp_path: Path) -> None:
 def test_the_lock_is_not_taken_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("keep")
     os.symlink(tmp_path / "precious", tmp_path / "lock")
-    with pytest.raises(OSError, match="lock"):
+    with pytest.raises(UsageError, match="no plain file"):
         RootLock.acquire(str(tmp_path), attempt="1")
     assert (tmp_path / "precious").read_text() == "keep"
 
