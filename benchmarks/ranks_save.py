@@ -1,8 +1,8 @@
 """Two ranks on one machine: save, load and the stall of an asynchronous save, replicated and with FSDP2, against DCP.
 
-    python benchmarks/ranks_save.py [--gib 1] [--rounds 3] [--tensors 592]
+    python benchmarks/ranks_save.py [--only "FSDP2, 1 GiB"] [--rounds N]
 
-`--gib` is the whole state, which FSDP2 shares out and replication holds on each rank. All ranks are timed
+The size is that of the whole state, which FSDP2 shares out and replication holds on each rank. All ranks are timed
 between barriers; the slowest counts.
 """
 
@@ -164,21 +164,32 @@ def measure(layout: str, gib: float, tensors: int, rounds: int, port: int) -> di
     return found
 
 
+RUNS = {
+    "replicated, 1 GiB": ("replicated", 1.0, 3),
+    "FSDP2, 1 GiB": ("FSDP2", 1.0, 3),
+    "replicated, 4 GiB": ("replicated", 4.0, 1),
+    "FSDP2, 4 GiB": ("FSDP2", 4.0, 1),
+}
+"""Name -> layout, GiB, rounds."""
+MEMORY = {"replicated": 6.0, "FSDP2": 4.0}
+"""What a run takes, in sizes of the state: each rank's own, and what DCP and we stage of it."""
+TENSORS = 592
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--tensors", type=int, default=592)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=RUNS, help="one run; default: all that there is memory for")
+    parser.add_argument("--rounds", type=int)
     options = parser.parse_args()
-    for number, layout in enumerate(("replicated", "FSDP2")):
-        if not has_memory(6 * options.gib, layout):
+    for number, (name, (layout, gib, rounds)) in enumerate(RUNS.items()):
+        if options.only not in (None, name) or not has_memory(MEMORY[layout] * gib, name):
             continue
-        about = {"machine": machine(), "gib": options.gib, "tensors": options.tensors, "ranks": RANKS}
-        results = about | measure(layout, options.gib, options.tensors, options.rounds, 29590 + number)
-        print(f"\n{layout}, {RANKS} ranks, {options.gib:g} GiB")
-        for name, seconds in results["median_s"].items():
-            print(f"{name:<36}{seconds:>8.3f} s")
-        write_results("ranks_save", layout, results)
+        about = {"machine": machine(), "layout": layout, "gib": gib, "tensors": TENSORS, "ranks": RANKS}
+        results = about | measure(layout, gib, TENSORS, options.rounds or rounds, 29590 + number)
+        print(f"\n{name}, {RANKS} ranks")
+        for what, seconds in results["median_s"].items():
+            print(f"{what:<36}{seconds:>8.3f} s")
+        write_results("ranks_save", name, results)
 
 
 if __name__ == "__main__":

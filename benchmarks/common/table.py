@@ -104,16 +104,15 @@ def asynchronous() -> Iterator[str]:
 
 
 def ranks() -> Iterator[str]:
-    runs = results("ranks_save")
+    runs = list(results("ranks_save").values())
     if not runs:
         return
-    about = next(iter(runs.values()))
-    yield f"## {about['ranks']} ranks on one machine\n"
-    yield f"{about['gib']:g} GiB of state in all, which FSDP2 shares out and replication holds on each rank; seconds.\n"
-    yield "| | " + " | ".join(runs) + " |"
+    yield f"## {runs[0]['ranks']} ranks on one machine\n"
+    yield "State of a model and AdamW, which FSDP2 shares out and replication holds on each rank; seconds.\n"
+    yield "| | " + " | ".join(f"{run['layout']}, {run['gib']:g} GiB" for run in runs) + " |"
     yield "| --- |" + " ---: |" * len(runs)
-    for name in about["median_s"]:
-        yield f"| {name} | " + " | ".join(f"{run['median_s'][name]:.3f}" for run in runs.values()) + " |"
+    for name in runs[0]["median_s"]:
+        yield f"| {name} | " + " | ".join(f"{run['median_s'][name]:.3f}" for run in runs) + " |"
     yield ""
 
 
