@@ -117,6 +117,32 @@ def test_an_error_is_a_sentence_a_hint_and_an_exit_code(
     assert tiny.tree(here / "out", but=("lock", "events.jsonl")) == before
 
 
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: expected a number from 1 on, found 'two'"),
+        ({"WORLD_SIZE": "2"}, "RANK: expected a number from 0 on, it is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_PORT": "1"}, "WORLD_SIZE is 2, but RANK is 2"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "WORLD_SIZE is 2, but MASTER_ADDR is not set"),
+    ],
+    ids=repr,
+)
+def test_half_of_a_launchers_environment_is_told(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    environment: dict[str, str],
+    told: str,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert run(["train", "run.yaml"]) == 2
+    assert told in capfd.readouterr().err
+    assert not (here / "out").exists()
+
+
 def test_damage_without_a_parent_is_exit_1_each_time(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(words("training.steps=5")) == 0
     (shard,) = (here / "out" / "checkpoint" / "iteration_00000005").glob("*-model-*")

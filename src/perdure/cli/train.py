@@ -34,13 +34,13 @@ def _train(config: str, overrides: tuple[str, ...]) -> int:
     from perdure.config.load import load_config
 
     loaded = load_config(config, overrides)
-    distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
     # A broken connection is told once, in our words, and not by each of torch's threads with a stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # torch, from here on: seconds, in which a signal is listened for already.
-    from perdure.engine.join import join, leave_together
+    from perdure.engine.join import join, launched_ranks, leave_together
     from perdure.train.trainer import Trainer
 
+    distributed = launched_ranks() > 1
     if distributed:
         join()
     stopped = Trainer(loaded).train().stop_signal
