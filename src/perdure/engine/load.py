@@ -315,7 +315,7 @@ def _mismatch(
 def _cause(missing: list[str], unexpected: list[str], shapes: list[tuple[NamedTensor, TensorRecord]]) -> str:
     prefixes = _renamed_prefix(missing, unexpected)
     if prefixes is not None:
-        return f"names differ by a prefix: {prefixes[1]!r} in the checkpoint, {prefixes[0]!r} in the model"
+        return f"names differ by a prefix: {prefixes[1]!r} in the checkpoint, {prefixes[0]!r} in the model; checkpoint.rename maps names"
     if shapes and not missing and not unexpected:
         sizes = {prod(t.shape) > prod(r.shape) for t, r in shapes}
         larger = "larger" if sizes == {True} else "smaller" if sizes == {False} else "other"
