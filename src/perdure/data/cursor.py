@@ -74,8 +74,8 @@ class SkipRanges:
 
     def advance(self, position: int, samples: int) -> int:
         """The position after the next `samples` kept ones; `position` itself for none."""
-        if samples <= 0:
-            return position
+        if samples <= 0 or not self.ranges:
+            return position + max(samples, 0)
         return self.position_of(self.kept_before(position) + samples - 1) + 1
 
     def runs(self, first: int, last: int) -> list[range]:

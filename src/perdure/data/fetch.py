@@ -150,14 +150,14 @@ class Fetcher:
         return samples
 
     def _collated(self, samples: list[Any], task: Task, worker: int | None, seeded: Seeders) -> Fetched | Failure:
-        first, last = task.runs[0][0], task.runs[-1][1]
         try:
             if seeded:
-                key = self._keys.collate(first)
+                key = self._keys.collate(task.runs[0][0])
                 for seed in seeded:
                     seed(key)
             data = self._collate(samples)
         except Exception as error:
+            first, last = task.runs[0][0], task.runs[-1][1]
             return failure(error, self._name, f"collating the samples at stream positions [{first}, {last})")
         return data, task.ids if worker is None else array("q", task.ids).tobytes()
 

@@ -222,7 +222,7 @@ def _tasks(
 ) -> Iterator[StreamTask]:
     """This rank's micro-batches in order; where the row is common, those of others are read and dropped."""
     for step in share.steps(consumed, steps):
-        mine = list(share.runs_of(step))
+        mine = share.runs_of(step)
         place = step.first
         for runs in mine:
             ends = runs is mine[-1]

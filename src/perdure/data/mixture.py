@@ -12,14 +12,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from itertools import accumulate
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from perdure.data.order import EpochOrder, Permutation
+from perdure.data.order import EpochOrder, permuted
 from perdure.errors import DataError, UsageError
 from perdure.format.keys import MASK, check_seed, derive, is_whole
 
@@ -163,45 +162,42 @@ class MixtureOrder:
         """Indices at the stream positions of ranges [first, last), in a row."""
         import numpy as np
 
-        sources: list[NDArray[np.int64]] = []
-        draws: list[NDArray[np.int64]] = []
-        for first, last in runs:
-            while first < last:
-                piece_sources, piece_draws = self._draws(first, last)
-                sources.append(piece_sources)
-                draws.append(piece_draws)
-                first += len(piece_draws)
-        if not sources:
+        pieces = [np.arange(first, last) for first, last in runs]
+        if not pieces:
             return []
-        source, draw = np.concatenate(sources), np.concatenate(draws)
+        source, draw = self._draws(np.concatenate(pieces))
         result = np.empty(len(source), dtype=np.int64)
         for number, order in enumerate(self._orders):
             mine = np.flatnonzero(source == number)
             if len(mine):
-                result[mine] = np.asarray(order.at(draw[mine])) + self._offsets[number]
+                result[mine] = order.at(draw[mine]) + self._offsets[number]
         indices: list[int] = result.tolist()
         return indices
 
     def draw(self, position: int) -> tuple[int, int]:
         """(source, number of that source's draw) at a stream position."""
-        sources, draws = self._draws(position, position + 1)
-        return int(sources[0]), int(draws[0])
-
-    def _draws(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Sources and draw numbers from `first` on, up to `last`, the end of the block or of the segment."""
         import numpy as np
 
-        number = bisect_right(self._starts, first) - 1
-        segment = self._segments[number]
-        block, start = divmod(first - segment.start, segment.size)
-        stop = min(segment.size, start + last - first)
-        slots = _block_table(segment.size, derive(_BLOCKS, self.seed, number), block)[start:stop]
-        starts = np.asarray(segment.starts, dtype=np.int64)
-        # Sources of weight 0 have empty slots; the last of equal starts is the one that holds the slot.
-        source = np.searchsorted(starts, slots, side="right") - 1
-        counts = np.asarray(segment.counts, dtype=np.int64)
-        base = np.asarray(segment.drawn, dtype=np.int64) + block * counts - starts
-        return source, base[source] + slots
+        sources, draws = self._draws(np.array([position]))
+        return int(sources[0]), int(draws[0])
+
+    def _draws(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Sources and draw numbers at stream positions."""
+        import numpy as np
+
+        numbers = np.searchsorted(self._starts, positions, side="right") - 1
+        source, draw = np.empty_like(positions), np.empty_like(positions)
+        for number in np.unique(numbers).tolist():
+            segment, mine = self._segments[number], numbers == number
+            block, index = np.divmod(positions[mine] - segment.start, segment.size)
+            slots = permuted(segment.size, derive(_BLOCKS, self.seed, number), block, index)
+            starts = np.asarray(segment.starts, dtype=np.int64)
+            # Sources of weight 0 have empty slots; the last of equal starts is the one that holds the slot.
+            own = np.searchsorted(starts, slots, side="right") - 1
+            counts = np.asarray(segment.counts, dtype=np.int64)
+            base = np.asarray(segment.drawn, dtype=np.int64) - starts
+            source[mine], draw[mine] = own, base[own] + block * counts[own] + slots
+        return source, draw
 
 
 def block_counts(weights: Sequence[Fraction]) -> tuple[int, ...]:
@@ -226,13 +222,6 @@ def block_counts(weights: Sequence[Fraction]) -> tuple[int, ...]:
         if share > 0 and count == 0:
             raise UsageError(f"weight {number} is too small: its share is below 1 in {MAX_BLOCK}")
     return tuple(counts)
-
-
-@lru_cache(maxsize=8)
-def _block_table(size: int, key: int, block: int) -> NDArray[np.int64]:
-    import numpy as np
-
-    return Permutation(size, key, block).batch(np.arange(size))
 
 
 def _segments(schedule: Schedule, sources: int) -> list[_Segment]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["MAX_LENGTH", "ORDER_VERSION", "SMALL", "EpochOrder", "Order", "Permutation"]
+__all__ = ["MAX_LENGTH", "ORDER_VERSION", "SMALL", "EpochOrder", "Order", "Permutation", "permuted"]
 
 ORDER_VERSION = 1
 MAX_LENGTH = 1 << 60
@@ -67,8 +67,7 @@ class Permutation:
         if length <= SMALL:
             self._table = _fisher_yates(length, key)
             return
-        self._a = isqrt(length - 1) + 1
-        self._b = -(-length // self._a)
+        self._a, self._b = _radices(length)
         rounds = _ROUNDS_SMALL if length < _MANY_ROUNDS_BELOW else _ROUNDS_LARGE
         self._keys = tuple(mix64((key + r * GAMMA) & MASK) for r in range(1, rounds + 1))
 
@@ -112,15 +111,8 @@ class Permutation:
         if self._table is not None:
             looked_up: NDArray[np.int64] = np.asarray(self._table, dtype=np.int64)[given]
             return looked_up
-        values = self._forward_batch(given.reshape(-1).astype(np.uint64))
-        length = np.uint64(self.length)
-        outside = np.flatnonzero(values >= length)
-        while outside.size:
-            walked = self._forward_batch(values[outside])
-            values[outside] = walked
-            outside = outside[walked >= length]
-        result: NDArray[np.int64] = values.astype(np.int64).reshape(given.shape)
-        return result
+        keys = np.array(self._keys, dtype=np.uint64)[:, None]
+        return _permuted(given.reshape(-1), self.length, keys).reshape(given.shape)
 
     def slice(self, start: int, stop: int) -> list[int]:
         """Where the indices of [start, stop) go, as plain integers."""
@@ -160,24 +152,6 @@ class Permutation:
             if left < 0:
                 left += a
         return left * b + right
-
-    def _forward_batch(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        import numpy as np
-
-        a, b = np.uint64(self._a), np.uint64(self._b)
-        left: NDArray[np.uint64] = values // b
-        right: NDArray[np.uint64] = values - left * b
-        work, shifted = np.empty_like(values), np.empty_like(values)
-        for number, key in enumerate(self._keys):
-            changed, other, radix = (right, left, b) if number % 2 else (left, right, a)
-            _hash_into(other, np.uint64(key), radix, work, shifted)
-            np.add(changed, work, out=changed)
-            # Below the radix the subtraction wraps around to a huge number, so the minimum is x mod radix.
-            np.subtract(changed, radix, out=work)
-            np.minimum(changed, work, out=changed)
-        left *= b
-        left += right
-        return left
 
 
 class Order(Protocol):
@@ -230,11 +204,7 @@ class EpochOrder:
         epochs, indices = np.divmod(positions, self.length)
         if not self.shuffle:
             return indices
-        result = np.empty_like(indices)
-        for epoch in np.unique(epochs).tolist():
-            mine = epochs == epoch
-            result[mine] = _permutation(self.length, self.seed, epoch).batch(indices[mine])
-        return result
+        return permuted(self.length, self.seed, epochs, indices)
 
     def _in_epoch(self, epoch: int, pieces: list[tuple[int, int]]) -> list[int]:
         if not self.shuffle or not pieces:
@@ -260,9 +230,61 @@ def check_length(length: int) -> int:
     return length
 
 
+def permuted(length: int, seed: int, epochs: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`Permutation(length, seed, epoch)(index)` for pairs of both, given and returned as int64 arrays of shape (n,)."""
+    import numpy as np
+
+    distinct, which = np.unique(epochs, return_inverse=True)
+    permutations = [_permutation(length, seed, epoch) for epoch in distinct.tolist()]
+    if length > SMALL:
+        keys = np.array([permutation._keys for permutation in permutations], dtype=np.uint64).T
+        return _permuted(indices, length, keys if len(distinct) == 1 else keys[:, which])
+    tables = np.array([permutation._table for permutation in permutations], dtype=np.int64)
+    result: NDArray[np.int64] = tables[which, indices]
+    return result
+
+
 @lru_cache(maxsize=16)
 def _permutation(length: int, seed: int, epoch: int) -> Permutation:
     return Permutation(length, seed, epoch)
+
+
+def _radices(length: int) -> tuple[int, int]:
+    """How many left and right halves there are."""
+    a = isqrt(length - 1) + 1
+    return a, -(-length // a)
+
+
+def _permuted(indices: NDArray[Any], length: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """The network over an array of shape (n,); keys have shape (rounds, n), or (rounds, 1) where all have the same."""
+    import numpy as np
+
+    values = _forward_batch(indices.astype(np.uint64), length, keys)
+    outside = np.flatnonzero(values >= np.uint64(length))
+    while outside.size:
+        walked = _forward_batch(values[outside], length, keys if keys.shape[1] == 1 else keys[:, outside])
+        values[outside] = walked
+        outside = outside[walked >= np.uint64(length)]
+    return values.astype(np.int64)
+
+
+def _forward_batch(values: NDArray[np.uint64], length: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    import numpy as np
+
+    a, b = map(np.uint64, _radices(length))
+    left: NDArray[np.uint64] = values // b
+    right: NDArray[np.uint64] = values - left * b
+    work, shifted = np.empty_like(values), np.empty_like(values)
+    for number, key in enumerate(keys):
+        changed, other, radix = (right, left, b) if number % 2 else (left, right, a)
+        _hash_into(other, key, radix, work, shifted)
+        np.add(changed, work, out=changed)
+        # Below the radix the subtraction wraps around to a huge number, so the minimum is x mod radix.
+        np.subtract(changed, radix, out=work)
+        np.minimum(changed, work, out=changed)
+    left *= b
+    left += right
+    return left
 
 
 def _fisher_yates(length: int, key: int) -> tuple[int, ...]:
@@ -278,7 +300,7 @@ def _fisher_yates(length: int, key: int) -> tuple[int, ...]:
 
 def _hash_into(
     values: NDArray[np.uint64],
-    key: np.uint64,
+    key: NDArray[np.uint64],
     radix: np.uint64,
     work: NDArray[np.uint64],
     shifted: NDArray[np.uint64],

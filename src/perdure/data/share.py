@@ -38,21 +38,21 @@ class Share:
     rank: int
     ranks: int
 
-    def runs_of(self, step: StepRange) -> Iterator[Runs]:
+    def runs_of(self, step: StepRange) -> list[Runs]:
         """The kept positions of each of this rank's micro-batches of a step."""
         skips, size = self.plan.skips, self.local_batch_size
-        numbers = range(self.rank, step.global_batch_size // size, self.ranks)
+        numbers = range(self.rank * size, step.global_batch_size, self.ranks * size)
         if step.last - step.first == step.global_batch_size:
             # Nothing is skipped inside.
-            for number in numbers:
-                first = step.first + number * size
-                yield ((first, first + size),)
-            return
+            return [((step.first + number, step.first + number + size),) for number in numbers]
         kept = skips.kept_before(step.first)
-        for number in numbers:
-            first = skips.position_of(kept + number * size)
-            last = skips.position_of(kept + (number + 1) * size - 1) + 1
-            yield tuple((run.start, run.stop) for run in skips.runs(first, last))
+        return [self._kept(kept + number) for number in numbers]
+
+    def _kept(self, number: int) -> Runs:
+        """The positions of a micro-batch that begins with this kept sample."""
+        skips = self.plan.skips
+        first, last = skips.position_of(number), skips.position_of(number + self.local_batch_size - 1) + 1
+        return tuple((run.start, run.stop) for run in skips.runs(first, last))
 
     def steps(self, consumed: int, steps: int | None) -> Iterator[StepRange]:
         """The next steps from a position; None: without end."""

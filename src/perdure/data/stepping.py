@@ -230,7 +230,7 @@ class SteppedLoader(ABC):
     def _next_step(self) -> StepBatch:
         step = self.plan.step_range(self._consumed)
         try:
-            micro_batches = self._micro_batches(list(self.share.runs_of(step)))
+            micro_batches = self._micro_batches(self.share.runs_of(step))
         except BaseException:
             # An interrupt, too, may have come after a task was begun, which the pass would then leave out.
             self._pass += 1

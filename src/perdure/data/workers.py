@@ -139,7 +139,7 @@ class Workers:
         if isinstance(fetched, Failure):
             self.close()
             fetched.raise_error()
-        return self._opened(fetched) if isinstance(fetched, Parcel | Opened) else fetched
+        return fetched if type(fetched) is tuple else self._opened(fetched)
 
     def _opened(self, parcel: Parcel | Opened) -> Any:
         try:
