@@ -208,6 +208,15 @@ def test_what_cannot_be_held_is_refused_by_name(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedStateError, match=r"ema.*deep.*thing"):
         tiny.trainer(tmp_path / "a", 5, extra={"ema": Odd()}).train()
+
+    class Failing(Odd):
+        def state_dict(self) -> dict[str, Any]:
+            raise KeyError("gone")
+
+    with pytest.raises(
+        UnsupportedStateError, match="`ema` has no state to save: its own code failed: KeyError: 'gone'"
+    ):
+        tiny.trainer(tmp_path / "c", 5, extra={"ema": Failing()}).train()
     with pytest.raises(UnsupportedStateError, match="'plain' of type int"):
         tiny.trainer(tmp_path / "b", 5, extra={"plain": 3}).train()
     assert tiny.numbers(tmp_path / "a" / "checkpoint") == []

@@ -205,6 +205,11 @@ def _known_dead(holder: dict[str, Any]) -> bool:
 
 
 def _held(path: str, holder: dict[str, Any]) -> RootLockedError:
+    if holder.get("pid") == os.getpid() and _is_here(holder):
+        return RootLockedError(
+            f"{os.path.dirname(path)} is being written to by this process itself",
+            hint="close what saves there first; as a `with` block a Checkpointer closes itself",
+        )
     since = holder.get("since")
     when = f", since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(since))}" if _is_time(since) else ""
     who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}{when}" if holder else "another process"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from perdure.engine.ranks import Ranks
 from perdure.engine.writer import memory_of
-from perdure.errors import SaveError, UsageError
+from perdure.errors import SaveError, UnsupportedStateError, UsageError
 from perdure.format.digest import digest_bytes
 from perdure.format.jsonio import encode
 from perdure.state.dormant import Dormant
@@ -180,7 +180,13 @@ class _Collected:
 def _collect(name: str, value: Any, rank: int) -> _Collected:
     per_rank = bool(getattr(value, "per_rank", False))
     lies = hasattr(value, "layout_of")
-    tree, tensors = collect(f"{name}@{rank}" if per_rank else name, value.state_dict(), sharded=lies)
+    try:
+        state = value.state_dict()
+    except Exception as error:
+        raise UnsupportedStateError(
+            f"`{name}` has no state to save: its own code failed: {type(error).__name__}: {str(error)[:300]}"
+        ) from error
+    tree, tensors = collect(f"{name}@{rank}" if per_rank else name, state, sharded=lies)
     # A module may be on some pipeline stages only, and rank 0 is to know what it keeps.
     of_module = isinstance(value, _ModuleState)
     shared = {

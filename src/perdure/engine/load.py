@@ -315,10 +315,15 @@ def _mismatch(
 def _cause(missing: list[str], unexpected: list[str], shapes: list[tuple[NamedTensor, TensorRecord]]) -> str:
     prefixes = _renamed_prefix(missing, unexpected)
     if prefixes is not None:
-        return f"names differ by a prefix: {prefixes[1]!r} in the checkpoint, {prefixes[0]!r} in the model; checkpoint.rename maps names"
+        return (
+            f"names differ by a prefix: {prefixes[1]!r} in the checkpoint, {prefixes[0]!r} in the model; "
+            "checkpoint.rename maps names"
+        )
     if shapes and not missing and not unexpected:
-        sizes = {prod(t.shape) > prod(r.shape) for t, r in shapes}
-        larger = "larger" if sizes == {True} else "smaller" if sizes == {False} else "other"
+        if all(t.shape == tuple(r.shape) for t, r in shapes):
+            return "only floating-point numbers are converted: give the model the dtypes that were saved"
+        sizes = {prod(t.shape) - prod(r.shape) for t, r in shapes}
+        larger = "larger" if min(sizes) > 0 else "smaller" if max(sizes) < 0 else "other"
         return f"the model has {larger} sizes than the one saved: compare the model section of both configurations"
     if missing and not unexpected and all("lora_" in name for name in missing):
         return (

@@ -63,7 +63,7 @@ def test_a_worker_that_outlives_its_killed_parent_does_not_hold_the_lock(tmp_pat
 
 def test_the_same_process_cannot_take_it_twice_but_again_after_release(tmp_path: Path) -> None:
     lock = RootLock.acquire(str(tmp_path), attempt="1")
-    with pytest.raises(RootLockedError):
+    with pytest.raises(RootLockedError, match="by this process itself"):
         RootLock.acquire(str(tmp_path), attempt="2")
     lock.release()
     RootLock.acquire(str(tmp_path), attempt="2").release()
@@ -132,9 +132,9 @@ def test_without_kernel_locks_a_dead_holder_on_this_host_is_known_at_once(
 def test_without_kernel_locks_a_living_holder_on_this_host_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = lock_module._start_time(os.getpid())
-    without_kernel_locks(monkeypatch, tmp_path / "lock", pid=os.getpid(), started=started)
-    with pytest.raises(RootLockedError, match=f"process {os.getpid()}"):
+    other = os.getppid()
+    without_kernel_locks(monkeypatch, tmp_path / "lock", pid=other, started=lock_module._start_time(other))
+    with pytest.raises(RootLockedError, match=f"process {other}"):
         RootLock.acquire(str(tmp_path), attempt="1")
 
 

@@ -52,6 +52,15 @@ def test_a_changed_shape_shows_both() -> None:
     assert "and 595 more" in text
 
 
+def test_another_dtype_is_not_told_as_another_size() -> None:
+    counts = [nn.Module(), nn.Module()]
+    for module, dtype in zip(counts, (torch.int32, torch.int64), strict=True):
+        module.register_buffer("count", torch.zeros(2, dtype=dtype))
+    text = refused(*counts)
+    assert "I64 [2] in the checkpoint, I32 [2] in the model" in text
+    assert "dtypes that were saved" in text
+
+
 class Pair(nn.Module):
     def __init__(self, tied: bool) -> None:
         super().__init__()
