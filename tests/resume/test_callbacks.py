@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests import tiny
+from torch import nn
 
 from perdure import Callback, Trainer
 from perdure.errors import UsageError
@@ -98,3 +99,8 @@ def test_a_trainer_trains_once(tmp_path: Path) -> None:
 def test_a_loss_without_a_gradient_is_told_in_words(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not depend on any parameter"):
         tiny.trainer(tmp_path, 2, loss=lambda model, batch: tiny.loss_of(model, batch).detach()).train()
+
+
+def test_sparse_gradients_are_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="gradients of the model are sparse"):
+        tiny.trainer(tmp_path, 2, model=lambda: nn.Embedding(37, 1, sparse=True)).train()

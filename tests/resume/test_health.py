@@ -151,5 +151,5 @@ def test_counts_of_skipped_updates_come_back(tmp_path: Path) -> None:
     mark: dict[str, Any] = {"monitor": {"health_checkpoint": {"on_spike": "mark"}}}
     made = run(tmp_path, 5, factor=math.nan, bad=bad, **limits, **mark)
     assert (made.state.skipped_steps, made.state.consecutive_skipped_steps) == (2, 2)
-    with pytest.raises(TrainingError, match="3 updates in a row"):
+    with pytest.raises(TrainingError, match="left out 3 times in a row"):
         run(tmp_path, 12, factor=math.nan, bad=bad, **limits, **mark)

@@ -1,4 +1,7 @@
-"""What a person sees while a run trains: a progress line on a terminal, sparse lines elsewhere."""
+"""What a person sees while a run trains: a progress line on a terminal, sparse lines elsewhere.
+
+A run outlives the terminal or pipe that it speaks to: where nothing can be written, nothing is said any more.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,9 @@ class Console:
     """
 
     def __init__(self, shown: bool) -> None:
-        self._shown = shown
-        self._live = shown and sys.stderr.isatty() and not os.environ.get("PERDURE_NO_PROGRESS")
+        # A process may be started without any stderr.
+        self._shown = shown and sys.stderr is not None
+        self._live = self._shown and sys.stderr.isatty() and not os.environ.get("PERDURE_NO_PROGRESS")
         self._width = 0
         self._last = self._began = 0.0
         self._first_step = 0
@@ -30,10 +34,8 @@ class Console:
 
     def say(self, line: str) -> None:
         """One line that stays."""
-        if self._shown:
-            self._clear()
-            sys.stderr.write(f"{line}\n")
-            sys.stderr.flush()
+        self._clear()
+        self._write(f"{line}\n")
 
     def begin(self, step: int) -> None:
         """The first step of this start is about to run."""
@@ -56,11 +58,12 @@ class Console:
             f"{self._tokens / seconds:,.0f} tokens/s  {_clock(left)} left  {saved}"
         )
         if self._live:
-            sys.stderr.write("\r" + line.ljust(self._width))
+            # A line that the terminal has to wrap could not be written over.
+            line = line[: max(_columns() - 1, 1)]
+            self._write("\r" + line.ljust(self._width))
             self._width = len(line)
         else:
-            sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+            self._write(line + "\n")
 
     def end(self) -> None:
         """Leaves the progress line."""
@@ -68,8 +71,25 @@ class Console:
 
     def _clear(self) -> None:
         if self._live and self._width:
-            sys.stderr.write("\r" + " " * self._width + "\r")
+            self._write("\r" + " " * self._width + "\r")
             self._width = 0
+
+    def _write(self, text: str) -> None:
+        if not self._shown:
+            return
+        try:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            self._shown = False
+
+
+def _columns() -> int:
+    """The width of the terminal; as good as none where it has not said it."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 1 << 16
+    except (OSError, ValueError):
+        return 1 << 16
 
 
 def _clock(seconds: float) -> str:

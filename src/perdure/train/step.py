@@ -78,6 +78,9 @@ class TrainStep:
         max_norm: gradients are clipped to this global norm; 0 leaves them.
         skip_non_finite: leave out an update whose gradient norm is not finite.
         health: judges every step before its update, which it may hold back.
+
+    Raises:
+        UsageError: a module gives sparse gradients.
     """
 
     def __init__(
@@ -97,6 +100,12 @@ class TrainStep:
     ) -> None:
         self._parallel, self._model, self._optimizer, self._loss = parallel, parallel.model, optimizer, loss
         self._modules = list(parallel.model.modules())
+        for name, module in parallel.model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise UsageError(
+                    f"the gradients of {name or 'the model'} are sparse, whose norm and sum over ranks torch has not",
+                    hint=f"make it a {type(module).__name__} with sparse=False",
+                )
         self._buffers = SharedBuffers(parallel.model, mesh)
         self._ranks, self._mesh, self._device, self._scaler = ranks, mesh, device, scaler
         self._seed, self._max_norm, self._skip, self._health = seed, max_norm, skip_non_finite, health

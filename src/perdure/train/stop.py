@@ -160,6 +160,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _tell(line: str) -> None:
-    with contextlib.suppress(OSError):
-        sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            sys.stderr.flush()
         os.write(2, f"{line}\n".encode())

@@ -322,8 +322,8 @@ class Trainer:
         self.state.count_update(applied)
         if limit and self.state.consecutive_skipped_steps >= limit:
             raise TrainingError(
-                f"step {self.state.global_step}: {limit} updates in a row were left out because gradients were not "
-                "finite or spiked",
+                f"step {self.state.global_step}: updates were left out {limit} times in a row because gradients were "
+                "not finite or spiked",
                 hint="resume from an earlier iteration with a lower learning rate, or with training.skip_ranges",
             )
 
