@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -256,6 +257,47 @@ def test_a_root_removed_under_a_run_is_told_at_the_next_save(tmp_path: Path) -> 
         run.update("A")
         with pytest.raises(SaveError, match="root"):
             checkpointer.save(Progress(2, 8, 4))
+
+
+class Slow(LocalStorage):
+    """Deletes nothing before it is let; while it is `small`, there is room for a save only then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let, self.small = threading.Event(), False
+
+    def unlink(self, path: str) -> None:
+        if ".removed-" in path:
+            assert self.let.wait(20)
+        super().unlink(path)
+
+    def free_bytes(self, path: str) -> int:
+        return super().free_bytes(path) if self.let.is_set() or not self.small else 0
+
+
+def test_a_save_begins_while_an_old_iteration_is_still_being_deleted(tmp_path: Path) -> None:
+    storage, run = Slow(), Run()
+    with run.checkpointer(str(tmp_path / "root"), storage, True, 1) as checkpointer:
+        for done in (1, 2):
+            checkpointer.save(Progress(done, 4 * done, 4), wait=True)
+        run.update("A")
+        expected = run.digest()
+        checkpointer.save(Progress(3, 12, 4))
+        assert any(".removed-" in name for name in strays(tmp_path / "root"))
+        storage.let.set()
+    assert hold(tmp_path / "root") == [3]
+    assert resumed(tmp_path / "root").digest() == expected
+
+
+def test_a_save_that_needs_the_room_of_what_is_being_deleted_waits_for_it(tmp_path: Path) -> None:
+    storage, run = Slow(), Run()
+    with run.checkpointer(str(tmp_path / "root"), storage, True, 1) as checkpointer:
+        for done in (1, 2):
+            checkpointer.save(Progress(done, 4 * done, 4), wait=True)
+        storage.small = True
+        threading.Timer(0.2, storage.let.set).start()
+        checkpointer.save(Progress(3, 12, 4), wait=True)
+    assert hold(tmp_path / "root") == [3]
 
 
 # ---- who reads it

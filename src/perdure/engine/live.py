@@ -21,7 +21,6 @@ from perdure.state.model import (
     extra_states,
     model_tensors,
     named_parameters,
-    parameter_names,
     refuse_hidden,
     reshard,
 )
@@ -80,12 +79,13 @@ class Live:
         if self.optimizer is None:
             return None
         reshard(self.model)
-        names = parameter_names(self.model)
+        named_here = named_parameters(self.model)
+        names = {id(p): name for p, name in named_here}
         masters = {}
         if hasattr(self.optimizer, "main_params"):
             masters = {names[id(p)]: m for p, m in self.optimizer.main_params().items() if id(p) in names}
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        frozen = {name: p for p, name in named_parameters(self.model) if id(p) not in trained}
+        frozen = {name: p for p, name in named_here if id(p) not in trained}
         named = getattr(self.optimizer, "inner", self.optimizer)
         return OptimizerView(self.optimizer, names, masters, named, frozen, self._dormant)
 

@@ -1,8 +1,12 @@
 """The snapshot of an asynchronous save: one copy of this rank's share into memory that is used again.
 
 It is laid out as the files will be, so that they are written straight from it. The copy is made by one
-thread (several collapse when the cores are busy with training), from CUDA through pinned memory on a side
-stream. Nobody else ever sees the memory.
+thread (a second one finds no more bandwidth, and several collapse when the cores are busy with training),
+from CUDA through pinned memory on a side stream. Nobody else ever sees the memory.
+
+All of it is copied before training goes on. A copy behind the next forward and backward pass would cost them
+what it saves where they compute on the same processors, and what a forward pass may do to a parameter
+through `.data` leaves no trace by which a torn copy could be known.
 """
 
 from __future__ import annotations
