@@ -11,8 +11,9 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
+from perdure.data.collate import stack_samples
 from perdure.data.loader import check_workers, name_of
 from perdure.data.reading import ReadingLoader
 from perdure.data.record import StreamRecord
@@ -81,7 +82,7 @@ class IterableLoader(ReadingLoader):
             )
         check_workers(num_workers, prefetch)
         self._num_workers, self._prefetch, self._pin_memory = min(num_workers, 1), prefetch, pin_memory
-        self._collate = collate_fn or default_collate
+        self._collate = collate_fn or stack_samples
         self._dataset, self.per_rank = _for_rank(dataset, share)
         self._refuse_skips(skip_ranges)
         self._state: dict[str, Any] = {"position": 0, "epoch": 0, "state": None}

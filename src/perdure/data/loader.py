@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
+from perdure.data.collate import stack_samples
 from perdure.data.fetch import Fetcher, Task, where
 from perdure.data.growth import GrownOrder, Stretches
 from perdure.data.identity import differences
@@ -54,7 +55,7 @@ class ResumableLoader(ReadingLoader):
         shuffle: a new order each epoch; False: 0, 1, 2, ... each epoch.
         num_workers: processes that read; may change freely between runs.
         prefetch: micro-batches in flight per worker.
-        collate_fn: list of samples to batch; default: torch's `default_collate`.
+        collate_fn: list of samples to batch; default: what torch's `default_collate` gives.
         rank, ranks: this data-parallel rank and their number; default: torch.distributed's when initialised,
             else 0 of 1. Ranks that must read the same data (tensor parallel) pass the same rank.
         pin_memory: deliver tensors in pinned memory where there is an accelerator.
@@ -96,7 +97,7 @@ class ResumableLoader(ReadingLoader):
         self._pin_memory = pin_memory
         self._stretches: Stretches = ((0, length),)
         self._order = self._order_of_data()
-        self._collate = collate_fn or default_collate
+        self._collate = collate_fn or stack_samples
         # Torch's own collate function draws nothing; a given one may.
         self._draws_random = collate_fn is not None or bool(getattr(dataset, "draws_random", True))
 
