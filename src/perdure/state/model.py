@@ -162,8 +162,12 @@ def refuse_hidden(model: nn.Module) -> None:
     Raises:
         UnsupportedStateError: there is some; it would be lost.
     """
+    usual = nn.Module._save_to_state_dict
+    # Names are put together only where there is something to look at.
+    if all(type(module)._save_to_state_dict is usual for module in model.modules()):
+        return
     for prefix, module in named_modules(model):
-        if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
+        if type(module)._save_to_state_dict is usual:
             continue
         found: dict[str, Any] = {}
         module._save_to_state_dict(found, "", True)
