@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from perdure.engine.progress import Progress
+from perdure.errors import TrainingError
 
 __all__ = ["TrainerState"]
 
@@ -35,10 +36,20 @@ class TrainerState(Progress):
     consecutive_skipped_steps: int = 0
     stop_signal: int = 0
 
-    def count_update(self, applied: bool) -> None:
-        """An update was applied, or left out."""
+    def count_update(self, applied: bool, limit: int = 0) -> None:
+        """An update was applied, or left out.
+
+        Raises:
+            TrainingError: `limit` updates (0: any number) have been left out in a row.
+        """
         self.skipped_steps += not applied
         self.consecutive_skipped_steps = 0 if applied else self.consecutive_skipped_steps + 1
+        if limit and self.consecutive_skipped_steps >= limit:
+            raise TrainingError(
+                f"step {self.global_step}: updates were left out {limit} times in a row because gradients were not "
+                "finite or spiked",
+                hint="resume from an earlier iteration with a lower learning rate, or with training.skip_ranges",
+            )
 
     @property
     def finished(self) -> bool:

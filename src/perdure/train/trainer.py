@@ -276,7 +276,7 @@ class Trainer:
         state.loss_scale = self.scaler.scale
         state.ckpt_status = result.verdict.ckpt_status
         self._tell_health(result.verdict, result.applied)
-        self._count_skipped(result.applied)
+        state.count_update(result.applied, self.config.training.max_consecutive_skipped_steps)
         self._record(batch, result.tokens / seconds, result.id_sum)
         stop.passed()
         if not state.stop_signal:
@@ -316,16 +316,6 @@ class Trainer:
             state.eval_loss = self.evaluate()
             self.log(eval_loss=state.eval_loss)
             self.console.say(f"step {state.global_step}: evaluation loss {state.eval_loss:.4f}")
-
-    def _count_skipped(self, applied: bool) -> None:
-        limit = self.config.training.max_consecutive_skipped_steps
-        self.state.count_update(applied)
-        if limit and self.state.consecutive_skipped_steps >= limit:
-            raise TrainingError(
-                f"step {self.state.global_step}: updates were left out {limit} times in a row because gradients were "
-                "not finite or spiked",
-                hint="resume from an earlier iteration with a lower learning rate, or with training.skip_ranges",
-            )
 
     def _record(self, batch: StepBatch, speed: float, id_sum: int) -> None:
         self.figures = {
