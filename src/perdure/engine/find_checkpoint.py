@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from perdure.catalog.choose import choose, locate
@@ -13,7 +14,9 @@ from perdure.engine.saveroot import SaveRoot
 from perdure.errors import CheckpointNotFoundError, UsageError
 from perdure.format.names import parse_iteration_dirname
 
-__all__ = ["find_checkpoint"]
+__all__ = ["VISIBLE_S", "find_checkpoint", "iteration_named"]
+
+VISIBLE_S = 5.0  # how long a rank waits to see what rank 0 has seen
 
 
 def find_checkpoint(config: CheckpointConfig, save_root: SaveRoot, checkpoint_path: str | None) -> dict[str, Any]:
@@ -81,3 +84,25 @@ def _choice(
         "warnings": warnings,
         "weights_only": weights_only,
     }
+
+
+def iteration_named(root: Root, dirname: str, wait_s: float = 0.0) -> Iteration:
+    """The iteration of that name, which was there when it was looked for.
+
+    Args:
+        wait_s: how long to go on looking; network file systems show new names to other hosts a little later.
+
+    Raises:
+        CheckpointNotFoundError: it cannot be seen.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        for iteration in root.iterations():
+            if iteration.dirname == dirname:
+                return iteration
+        if time.monotonic() >= deadline:
+            raise CheckpointNotFoundError(
+                f"{root.path}: {dirname} is not visible here, or has gone meanwhile",
+                hint="every rank must see the same storage: put checkpoint.save_path on a shared file system",
+            )
+        time.sleep(0.05)

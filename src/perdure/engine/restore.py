@@ -21,7 +21,7 @@ from perdure.config.schema import CheckpointConfig
 from perdure.engine.balance import read_balanced
 from perdure.engine.base import Base
 from perdure.engine.broadcast_json import Told
-from perdure.engine.find_checkpoint import find_checkpoint
+from perdure.engine.find_checkpoint import VISIBLE_S, find_checkpoint, iteration_named
 from perdure.engine.laps import Laps
 from perdure.engine.linked import Linkable, linkable_files
 from perdure.engine.live import Live
@@ -33,7 +33,7 @@ from perdure.engine.renamed import under_old_names
 from perdure.engine.saveroot import SaveRoot
 from perdure.engine.streams import devices_of, join, settle
 from perdure.engine.verify_on_load import compare_loaded
-from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, MismatchError
+from perdure.errors import DamagedCheckpointError, MismatchError
 from perdure.format.collector import collector_paused
 from perdure.format.common import CommonInfo
 from perdure.format.metadata import CheckpointMetadata
@@ -46,7 +46,6 @@ from perdure.storage.base import Directory
 __all__ = ["Loaded", "Restore", "check_foreign"]
 
 Say = Callable[[str], None]
-VISIBLE_S = 5.0  # how long a rank waits to see what rank 0 has seen
 READERS = 4
 
 
@@ -133,7 +132,7 @@ class Restore:
         return loaded
 
     def _iteration(self, root: Root, dirname: str) -> Iteration:
-        return self._ranks.together(lambda: _by_name(root, dirname), "finding the checkpoint")
+        return self._ranks.together(lambda: iteration_named(root, dirname, VISIBLE_S), "finding the checkpoint")
 
     def _load_or_fall_back(self, source: Root, iteration: Iteration, named: bool, weights_only: bool) -> Loaded:
         while True:
@@ -385,18 +384,3 @@ def _older(source: Root, iteration: Iteration, excluded: set[str]) -> str:
     """Directory name of the sound iteration that this one descends from, or ""."""
     found = fallback(source, iteration, exclude=excluded)
     return "" if found is None else found.dirname
-
-
-def _by_name(root: Root, dirname: str) -> Iteration:
-    """An iteration that rank 0 has seen; network file systems show new names to others a little later."""
-    deadline = time.monotonic() + VISIBLE_S
-    while True:
-        for iteration in root.iterations():
-            if iteration.dirname == dirname:
-                return iteration
-        if time.monotonic() > deadline:
-            raise CheckpointNotFoundError(
-                f"{root.path}: {dirname} is not visible here",
-                hint="every rank must see the same storage: put checkpoint.save_path on a shared file system",
-            )
-        time.sleep(0.05)

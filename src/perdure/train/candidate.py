@@ -10,14 +10,14 @@ from typing import Any
 from perdure.catalog.choose import fallback
 from perdure.catalog.foreign import WRITERS, list_foreign, read_foreign
 from perdure.catalog.read import ShardFiles, read_iteration
-from perdure.catalog.root import Iteration, Root
+from perdure.catalog.root import Root
 from perdure.config.schema import CheckpointConfig, TrainConfig
-from perdure.engine.find_checkpoint import find_checkpoint
+from perdure.engine.find_checkpoint import find_checkpoint, iteration_named
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.engine.restore import check_foreign
 from perdure.engine.saveroot import SaveRoot, check_continues, check_unused
-from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError
+from perdure.errors import DamagedCheckpointError
 from perdure.format.common import CommonInfo
 from perdure.format.metadata import CheckpointMetadata
 from perdure.storage.local import LocalStorage
@@ -120,7 +120,7 @@ def _foreign(config: TrainConfig, found: dict[str, Any]) -> Candidate:
 
 def _own(config: TrainConfig, target: SaveTarget, found: dict[str, Any]) -> Candidate:
     root = Root(found["root"])
-    iteration = _by_name(root, found["dirname"])
+    iteration = iteration_named(root, found["dirname"])
     warnings, excluded = list(found["warnings"]), target.root.damaged(root)
     while True:
         try:
@@ -155,10 +155,3 @@ def _own(config: TrainConfig, target: SaveTarget, found: dict[str, Any]) -> Cand
 
 def _why(found: dict[str, Any], newest: str) -> str:
     return "; ".join(found["warnings"]) or f"the tracker names it, and {newest}"
-
-
-def _by_name(root: Root, dirname: str) -> Iteration:
-    for iteration in root.iterations():
-        if iteration.dirname == dirname:
-            return iteration
-    raise CheckpointNotFoundError(f"{root.path}: {dirname} has gone meanwhile")
