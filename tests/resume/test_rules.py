@@ -84,6 +84,19 @@ def test_the_present_interval_holds_not_the_saved_one(tmp_path: Path) -> None:
     assert tiny.numbers(root_of(tmp_path)) == [5, 6, 9, 12]
 
 
+def test_a_run_that_comes_by_the_same_step_and_sample_again_is_saved_there(tmp_path: Path) -> None:
+    tiny.trainer(tmp_path, 4).train()
+    root = tmp_path / "checkpoint"
+    before = tiny.newest(root)
+    first = tiny.state(before)
+    # Step 4 of 16 samples becomes step 2 and sample 0; two steps of 8 lead to step 4 and sample 16 once more.
+    tiny.trainer(tmp_path, 4, training={"global_batch_size": 8, "ignore_data_skip": True}).train()
+    after = tiny.newest(root)
+    assert (after.iteration, after.commit.consumed_samples) == (before.iteration, before.commit.consumed_samples)
+    assert after.commit.sequence == before.commit.sequence + 1
+    assert tiny.state(after) != first
+
+
 def test_a_scaled_run_saves_the_step_number_it_was_resumed_from(tmp_path: Path) -> None:
     tiny.trainer(tmp_path, 12, checkpoint={"save_interleaved_steps": 12}).train()
     larger = {"training": {"global_batch_size": 8}, "checkpoint": {"save_interleaved_steps": 12}}

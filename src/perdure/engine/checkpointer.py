@@ -79,7 +79,7 @@ class Checkpointer:
         self.ranks = ranks or Ranks()
         self.loaded: Loaded | None = None
         self.last_commit: CommitRecord | None = None
-        self._last_saved, self._closed = (-1, -1), False
+        self._last_saved, self._trained_since, self._closed = (-1, -1), False, False
         self.last_stall_s = self.last_save_s = 0.0
         self._say = say or (print_line if self.ranks.is_first else lambda line: None)
         self._restore_settings = restore_settings
@@ -157,7 +157,7 @@ class Checkpointer:
         else:
             self._save_root.go_on_from(loaded.root, loaded.path, loaded.lineage, loaded.sequence)
             if loaded.sequence and loaded.root == self.path:
-                self._last_saved = _position(loaded.progress)
+                self._last_saved, self._trained_since = _position(loaded.progress), False
         self._save_root.event(
             "load", path=loaded.path, step=loaded.progress.global_step, sequence=loaded.sequence, notes=loaded.notes
         )
@@ -190,7 +190,7 @@ class Checkpointer:
         self.loaded = loaded = self._restore().again(dirname)
         step = loaded.progress.global_step
         self.ranks.together(lambda: self._save_root.go_back_to(step, loaded.sequence), "moving the tracker")
-        self._last_saved = _position(loaded.progress)
+        self._last_saved, self._trained_since = _position(loaded.progress), False
         self._links = loaded.links
         self._save_root.event("rollback", to=step, sequence=loaded.sequence, **why)
         return loaded.progress
@@ -222,6 +222,8 @@ class Checkpointer:
             SaveError: this or an earlier save failed (with `on_save_error: warn` it is said and the run goes on).
         """
         self.poll()
+        # Data begun afresh with another batch size come by the same step and position once more.
+        self._trained_since |= _position(progress) != self._last_saved
         due = progress.global_step % self.config.save_interleaved_steps == 0 and progress.global_step > 0
         if self.config.enable_save and self.config.async_save and not due:
             sharing = self.ranks.size if self.config.remove_redundancy else 1
@@ -242,7 +244,8 @@ class Checkpointer:
             raise UsageError(
                 f"the checkpointer of {self.path} is closed", hint="save within its `with` block, or make another one"
             )
-        if not self.config.enable_save or _position(progress) == self._last_saved:
+        saved_already = _position(progress) == self._last_saved and not self._trained_since
+        if not self.config.enable_save or saved_already:
             if wait:
                 self.wait()
             return False
@@ -253,7 +256,7 @@ class Checkpointer:
         job: SaveJob | None = None
         try:
             job = self._preparer.job(progress, self._base, self._links)
-            self._last_saved = _position(progress)
+            self._last_saved, self._trained_since = _position(progress), False
             background = self.config.async_save if wait is None else not wait
             if background:
                 self._underway = self._runner.start(job, started)
