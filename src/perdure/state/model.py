@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from perdure.errors import UnsupportedStateError
 from perdure.state.shards import NamedTensor, describe, is_plain
@@ -156,6 +155,12 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+@cache
+def _is_sharding(kind: type) -> bool:
+    """Whether `fully_shard` made a class; by name, since importing FSDP2 takes half a second."""
+    return any(each.__name__ == "FSDPModule" for each in kind.__mro__)
+
+
 def refuse_hidden(model: nn.Module) -> None:
     """Looks for state that a module puts into its `state_dict` by itself.
 
@@ -187,5 +192,6 @@ def reshard(model: nn.Module) -> None:
     What the modules hold until then are not the parameters that are trained.
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        kind: Any = type(module)
+        if _is_sharding(kind):
+            module.reshard()  # type: ignore[operator]
