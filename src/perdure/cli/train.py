@@ -7,7 +7,7 @@ import os
 import click
 
 from perdure.cli.paths import FilePath
-from perdure.train.stop import Stopped, listen
+from perdure.train.stop import Stopped, StopRequest, listen
 
 __all__ = ["command"]
 
@@ -22,14 +22,14 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
     torchrun --nproc-per-node 8 -m perdure train CONFIG
     """
     try:
-        with listen():
-            number = _train(config, overrides)
+        with listen(importing=True) as stop:
+            number = _train(config, overrides, stop)
     except Stopped as stopped:
         number = stopped.signal
     return 128 + number if number else 0
 
 
-def _train(config: str, overrides: tuple[str, ...]) -> int:
+def _train(config: str, overrides: tuple[str, ...], stop: StopRequest) -> int:
     """The signal that ended the run, or 0."""
     from perdure.config.load import load_config
 
@@ -40,6 +40,7 @@ def _train(config: str, overrides: tuple[str, ...]) -> int:
     from perdure.engine.join import join, launched_ranks, leave_together
     from perdure.train.trainer import Trainer
 
+    stop.imported()
     distributed = launched_ranks() > 1
     if distributed:
         join()

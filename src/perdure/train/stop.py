@@ -27,19 +27,27 @@ _active: StopRequest | None = None
 
 
 @contextlib.contextmanager
-def listen() -> Iterator[StopRequest]:
+def listen(*, importing: bool = False) -> Iterator[StopRequest]:
     """The process's stop request, listening from now on; where one listens already it is that one.
 
     Outside the main thread nothing is listened for.
+
+    Args:
+        importing: until `imported` is called nothing is held, and a signal ends the process at once. torch aborts
+            where an exception meets it in the middle of its import.
     """
     global _active
     if _active is not None or threading.current_thread() is not threading.main_thread():
         yield _active or StopRequest()
         return
-    _active = StopRequest()
+    _active = StopRequest(importing)
     try:
         with _active._listening():
             yield _active
+    except Exception as error:
+        if _active.interrupted:
+            raise Stopped(_active.signal) from error
+        raise
     finally:
         _active = None
 
@@ -53,8 +61,8 @@ class StopRequest:
     rank whose launcher has died.
     """
 
-    def __init__(self) -> None:
-        self.signal = 0
+    def __init__(self, importing: bool = False) -> None:
+        self.signal, self._importing = 0, importing
         self._first = self._alive = 0.0
         self._starting, self._raised = True, False
         self._reached = False
@@ -62,8 +70,26 @@ class StopRequest:
         self._launched = "TORCHELASTIC_RUN_ID" in os.environ
         self._pid = os.getpid()
 
+    def imported(self) -> None:
+        """From now on there may be something to give back."""
+        self._importing = False
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether `Stopped` was raised before the first step.
+
+        Code that it meets in the middle of an import may lose it, or fail with an error of its own for it.
+        """
+        return self._starting and self._raised
+
     def finish_steps(self) -> None:
-        """From now on a signal waits for the end of the step under way."""
+        """From now on a signal waits for the end of the step under way.
+
+        Raises:
+            Stopped: it was raised before, and lost on the way.
+        """
+        if self.interrupted:
+            raise Stopped(self.signal)
         self._starting = False
 
     def passed(self) -> None:
@@ -111,6 +137,8 @@ class StopRequest:
             self._first = self._alive = time.monotonic()
             what = "before the first step" if self._starting else "once saved" if self._reached else "after this step"
             _tell(f"\n{signal.Signals(number).name}: stopping {what}; once more stops at once")
+        if self._importing:
+            os._exit(128 + number)
 
     # ---- the thread
 
