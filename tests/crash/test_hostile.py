@@ -318,7 +318,7 @@ def test_the_commands_say_it_in_a_sentence(sound: Path, words: list[str], capsys
                 (newest(root) / name).write_bytes(text)
             resign(newest(root))
             with bounded(counted=True):
-                codes = {command([*words, str(path)]) for path in (root, newest(root))}
+                codes = {command([*words, str(path)]) for path in (root, newest(root))[: 1 if words == ["ls"] else 2]}
             assert codes <= {0, 1, 10}
             told = capsys.readouterr().err
             assert "error: unexpected" not in told
