@@ -41,7 +41,7 @@ def keep(
             room -= 1
             verdicts[iteration] = Verdict(False, f"one of the newest {save_max}")
         else:
-            verdicts[iteration] = Verdict(True, f"older than the newest {save_max}")
+            verdicts[iteration] = Verdict(True, f"not among the newest {save_max}")
     return verdicts
 
 
