@@ -39,7 +39,7 @@ def page() -> Iterator[str]:
         yield filled(
             f"Measured with torch {first['torch']} and Python {first['python']} on {first['processors']} processors "
             f"({first['architecture']}) with {first['memory_gib']} GiB of memory, a virtual disk with ext4 and no GPU. "
-            "Other programs ran beside it: the load average when a run began stands above each table."
+            "The load average when a run began, its own preparations included, stands above each table."
         )
     yield from saves_and_loads()
     yield from asynchronous()
