@@ -176,13 +176,24 @@ def decide(
     return Choice(healthy, warnings)
 
 
-def fallback(root: Root, iteration: Iteration, *, exclude: Collection[str] = ()) -> Iteration | None:
-    """The nearest iteration that this one descends from and that is not known to be damaged."""
-    iterations = root.iterations()
-    known = links(iterations, read_events(root))
+def fallback(
+    root: Root, iteration: Iteration, *, exclude: Collection[str] = (), among: Sequence[Iteration] | None = None
+) -> Iteration | None:
+    """The nearest iteration that this one descends from and that is not known to be damaged.
+
+    Args:
+        exclude: commit digests of iterations known to be damaged.
+        among: what the root holds, where that has been read already.
+    """
+    iterations = root.iterations() if among is None else among
     commit = iteration.commit
-    older = ancestors(iterations, commit.lineage, commit.parent, known)
-    return next((i for i in older if i.commit.digest not in exclude), None)
+
+    def nearest(known: Links) -> Iteration | None:
+        older = ancestors(iterations, commit.lineage, commit.parent, known)
+        return next((i for i in older if i.commit.digest not in exclude), None)
+
+    # Only the events remember parents that are gone; they grow with the run, and are read when they must be.
+    return nearest(links(iterations)) or nearest(links(iterations, read_events(root)))
 
 
 def _newer_ones(iterations: Sequence[Iteration], chosen: Iteration) -> list[str]:

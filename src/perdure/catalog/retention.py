@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from perdure.catalog.events import read_events
-from perdure.catalog.lineage import ancestors, links
 from perdure.catalog.publish import hide, remove_tree
 from perdure.catalog.root import Iteration, Root
 from perdure.format.names import COMMIT, COMMON, METADATA, parse_shard_filename
 
-__all__ = ["Verdict", "delete", "keep", "nearest_ancestor", "remove", "withdraw"]
+__all__ = ["Verdict", "delete", "keep", "remove", "withdraw"]
 
 
 @dataclass(frozen=True)
@@ -43,22 +41,6 @@ def keep(
         else:
             verdicts[iteration] = Verdict(True, f"not among the newest {save_max}")
     return verdicts
-
-
-def nearest_ancestor(root: Root, iterations: Sequence[Iteration], sequence: int) -> Iteration | None:
-    """The iteration on disk that the save `sequence` descends from most closely, if any.
-
-    It stays where there is room for two: after a rewind, what was saved on the branch that was left is newer, but
-    nothing falls back to it.
-    """
-    save = next((i.commit for i in iterations if i.commit.sequence == sequence), None)
-    if save is None or save.parent == 0:
-        return None
-    found = next(ancestors(iterations, save.lineage, save.parent, links(iterations)), None)
-    if found is not None:
-        return found
-    # Only the events remember parents that are gone; they grow with the run, and are read when they must be.
-    return next(ancestors(iterations, save.lineage, save.parent, links(iterations, read_events(root))), None)
 
 
 def remove(root: Root, iteration: Iteration) -> list[str]:

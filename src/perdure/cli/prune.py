@@ -8,10 +8,10 @@ from pathlib import Path
 
 import click
 
-from perdure.catalog.choose import choose, locate_root
+from perdure.catalog.choose import choose, fallback, locate_root
 from perdure.catalog.events import append_event
 from perdure.catalog.lock import RootLock
-from perdure.catalog.retention import keep, nearest_ancestor, remove
+from perdure.catalog.retention import keep, remove
 from perdure.cli import render
 from perdure.cli.paths import FilePath
 
@@ -37,8 +37,7 @@ def command(root: Path, most: int, dry_run: bool, as_json: bool) -> int:
         chosen = choose(place).iteration
         pinned = {chosen.commit.sequence: "a resume would take it"}
         iterations = place.iterations()
-        own = [i for i in iterations if i.commit.lineage == chosen.commit.lineage]
-        nearest = nearest_ancestor(place, own, chosen.commit.sequence) if most > 1 else None
+        nearest = fallback(place, chosen, among=iterations) if most > 1 else None
         if nearest is not None:
             pinned[nearest.commit.sequence] = "a resume would take it if that one is damaged"
         verdicts = keep(iterations, most, lineage=chosen.commit.lineage, pinned=pinned)

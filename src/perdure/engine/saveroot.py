@@ -9,11 +9,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from perdure.catalog.choose import fallback
 from perdure.catalog.events import append_event, damage_marks, read_events
 from perdure.catalog.lineage import ancestors, links, next_sequence
 from perdure.catalog.lock import RootLock
 from perdure.catalog.publish import recover, set_tracker
-from perdure.catalog.retention import delete, keep, nearest_ancestor, withdraw
+from perdure.catalog.retention import delete, keep, withdraw
 from perdure.catalog.root import Iteration, Root
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.priority import lower_priority
@@ -229,7 +230,9 @@ class SaveRoot:
             pinned.setdefault(max(healthy), "newest healthy")
         pinned[self.sequence] = "just saved"
         if len(pinned) < self._config.save_max:
-            nearest = nearest_ancestor(self.root, own, self.sequence)
+            saved = next((i for i in own if i.commit.sequence == self.sequence), None)
+            # After a rewind, what was saved on the branch that was left is newer, but nothing falls back to it.
+            nearest = fallback(self.root, saved, among=own) if saved is not None else None
             if nearest is not None:
                 pinned.setdefault(nearest.commit.sequence, "taken if the newest is damaged")
         return pinned
