@@ -20,7 +20,6 @@ from perdure.data.record import StreamRecord
 from perdure.data.share import Runs, Share, make_share, positions_of
 from perdure.data.stepping import MicroBatch
 from perdure.data.streaming import StreamFetcher, StreamTask
-from perdure.data.workers import Workers, new_board
 from perdure.errors import DataError, MismatchError, UsageError
 from perdure.format.keys import check_seed
 
@@ -153,21 +152,11 @@ class IterableLoader(ReadingLoader):
                 hint="use a map-style data set to leave samples out",
             )
 
-    def _make_workers(self) -> Workers:
-        board = new_board(self._num_workers)
+    def _reader(self, board: Any) -> tuple[StreamFetcher, Callable[[int], str]]:
         fetcher = StreamFetcher(
             self._dataset, self.seed, self._collate, name=self._name, speaks=not self._why_inexact, board=board
         )
-        return Workers(
-            fetcher,
-            name=self._name,
-            where=lambda index: f"sample {index}",
-            num_workers=self._num_workers,
-            prefetch=self._prefetch,
-            pin_memory=self._pin_memory,
-            board=board,
-            cpus=self.worker_cpus,
-        )
+        return fetcher, lambda index: f"sample {index}"
 
     def _tasks(self, steps: int | None) -> Callable[[], Iterator[StreamTask]]:
         begin, dropped = self._beginning()

@@ -23,7 +23,6 @@ from perdure.data.reading import ReadingLoader
 from perdure.data.record import StreamRecord
 from perdure.data.share import Runs, Share, make_share, positions_of
 from perdure.data.stepping import MicroBatch, StepBatch
-from perdure.data.workers import Workers, new_board
 from perdure.errors import DataError, UsageError
 from perdure.format.keys import check_seed
 
@@ -178,22 +177,12 @@ class ResumableLoader(ReadingLoader):
             return GrownOrder(self._stretches, self.seed, shuffle=self.shuffle)
         return EpochOrder(self.length, self.seed, shuffle=self.shuffle)
 
-    def _make_workers(self) -> Workers:
-        board = new_board(self._num_workers)
-        fetcher = Fetcher(
-            self._dataset, self.seed, self._collate, name=self._name, draws_random=self._draws_random, board=board
-        )
+    def _reader(self, board: Any) -> tuple[Fetcher, Callable[[int], str]]:
         dataset = self._dataset
-        return Workers(
-            fetcher,
-            name=self._name,
-            where=lambda index: where(dataset, index),
-            num_workers=self._num_workers,
-            prefetch=self._prefetch,
-            pin_memory=self._pin_memory,
-            board=board,
-            cpus=self.worker_cpus,
+        fetcher = Fetcher(
+            dataset, self.seed, self._collate, name=self._name, draws_random=self._draws_random, board=board
         )
+        return fetcher, lambda index: where(dataset, index)
 
     def _tasks(self, steps: int | None) -> Callable[[], Iterator[Task]]:
         share, order, consumed = self.share, self._order, self._consumed

@@ -9,7 +9,7 @@ from typing import Any
 
 from perdure.data.share import Share
 from perdure.data.stepping import SteppedLoader
-from perdure.data.workers import Workers
+from perdure.data.workers import Workers, new_board
 from perdure.errors import DataError
 
 __all__ = ["ReadingLoader"]
@@ -23,14 +23,21 @@ class ReadingLoader(SteppedLoader):
     """
 
     worker_cpus: frozenset[int] | None = None
+    _name: str
+    _num_workers: int
+    _prefetch: int
+    _pin_memory: bool
 
     def __init__(self, share: Share, length: int) -> None:
         super().__init__(share, length)
         self._workers: Workers | None = None
 
     @abstractmethod
-    def _make_workers(self) -> Workers:
-        """Workers that have not begun."""
+    def _reader(self, board: Any) -> tuple[Any, Callable[[int], str]]:
+        """What does a task, and what names a sample by its index.
+
+        Neither holds the loader: its workers end when it is forgotten.
+        """
 
     @abstractmethod
     def _tasks(self, steps: int | None) -> Callable[[], Iterator[Any]]:
@@ -38,7 +45,18 @@ class ReadingLoader(SteppedLoader):
 
     def _begin(self, steps: int | None) -> None:
         if self._workers is None:
-            self._workers = self._make_workers()
+            board = new_board(self._num_workers)
+            fetcher, where = self._reader(board)
+            self._workers = Workers(
+                fetcher,
+                name=self._name,
+                where=where,
+                num_workers=self._num_workers,
+                prefetch=self._prefetch,
+                pin_memory=self._pin_memory,
+                board=board,
+                cpus=self.worker_cpus,
+            )
             weakref.finalize(self, self._workers.close)
         tasks = self._tasks(steps)
         try:
