@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import click
 import msgspec
@@ -94,11 +95,11 @@ def command(
 
 def _check_maker(source: Path, kind: str) -> None:
     """Refuses a directory that another program than the one named has made."""
-    from perdure.catalog.foreign import WRITERS, recognise
+    from perdure.catalog.foreign import WRITERS, ForeignKind, recognise
     from perdure.errors import CheckpointNotFoundError
 
     found = recognise(str(source))
     if found != kind:
-        maker = next(maker for name, maker in WRITERS.items() if name == kind)
+        maker = WRITERS[cast("ForeignKind", kind)]
         hint = f"say what it is: --from {found}" if found is not None else f"name the directory that {maker} wrote"
         raise CheckpointNotFoundError(f"{source} is no checkpoint of {maker}", hint=hint)
