@@ -38,7 +38,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-bench: $(VENV)/.installed-dev
+bench: $(VENV)/.installed-bench
 	@set -e; for script in benchmarks/[a-z]*.py; do \
 		[ -e "$$script" ] || { echo 'error: there is no script in benchmarks/' >&2; exit 1; }; \
 		case "$$script" in */device_check.py) continue;; esac; \
@@ -85,4 +85,9 @@ $(VENV)/.installed-demo: pyproject.toml $(VENV)/.installed-torch
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed-torch
 	@echo 'installing perdure and what its tests need'
 	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-bench: pyproject.toml $(VENV)/.installed-dev
+	@echo 'installing the peers that are measured beside'
+	@$(PIP) --no-build-isolation --editable '.[bench]'
 	@touch $@

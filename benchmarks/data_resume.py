@@ -5,7 +5,7 @@ stopped where the next batch size does not divide the samples so far, on to the 
 loaders in one process, those of MosaicML Streaming processes of their own, since it talks between ranks.
 
 python benchmarks/data_resume.py            peers that cannot be imported are named and left out
-pip install accelerate torchdata mosaicml-streaming
+`make bench` installs all but mosaicml-streaming, which takes many packages with it: pip install mosaicml-streaming
 """
 
 from __future__ import annotations
