@@ -71,19 +71,14 @@ class LoadPlan:
                 hint="to start from its weights only, set checkpoint.no_load_optim=True; to be able to resume, "
                 "save with checkpoint.no_save_optim=False",
             )
-        try:
-            restore = prepare_optimizer(
-                view,
-                described,
-                metadata.optimizer,
-                restore_settings=restore_settings,
-                others=self.others,
-                weights={alias: metadata.model[name] for alias, name in _canonical(metadata.model).items()},
-            )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            if isinstance(error, MismatchError | DamagedCheckpointError):
-                raise
-            raise DamagedCheckpointError(f"{self.where}: training.optimizer is malformed: {error!r}") from None
+        restore = prepare_optimizer(
+            view,
+            described,
+            metadata.optimizer,
+            restore_settings=restore_settings,
+            others=self.others,
+            weights={alias: metadata.model[name] for alias, name in _canonical(metadata.model).items()},
+        )
         self.optimizer = restore
         self._join_precisions(view, restore, metadata.model)
         self.notes += restore.notes

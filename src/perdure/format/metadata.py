@@ -19,6 +19,7 @@ from perdure.format.digest import BLOCK, block_count, is_digest, shard_digest
 from perdure.format.dtypes import BY_SAFETENSORS, BY_TORCH
 from perdure.format.jsonio import decode, encode
 from perdure.format.names import parse_shard_filename
+from perdure.format.optimizer import description_fault
 
 __all__ = ["SECTIONS", "CheckpointMetadata", "FileRecord", "Section", "ShardRecord", "TensorRecord"]
 
@@ -126,11 +127,14 @@ class CheckpointMetadata(msgspec.Struct, kw_only=True):
         return decode(data, cls, file)
 
     def check(self, file: str = "metadata.json") -> None:
-        """Checks that the record makes sense: names, dtypes, boxes that cover, digests that agree.
+        """Checks that the record makes sense: names, dtypes, boxes that cover, digests that agree, the optimizer.
 
         Raises:
             DamagedCheckpointError: naming the tensor and what is wrong with it.
         """
+        described = self.training.get("optimizer")
+        if isinstance(described, dict) and (wrong := description_fault(described, self.optimizer)) is not None:
+            raise DamagedCheckpointError(f"{file}: training.optimizer: {wrong}", file=file)
         seen: set[str] = set()
         for record in self.files:
             if "/" in record.name or "\0" in record.name or record.name in seen or record.name in ("", ".", ".."):

@@ -188,3 +188,37 @@ def test_any_bytes_inside_are_read_or_damage(data: bytes, at: int) -> None:
 def test_absurd_texts_are_damage(text: bytes) -> None:
     with pytest.raises(DamagedCheckpointError):
         CheckpointMetadata.decode(text)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "what"),
+    [
+        (("groups",), None, "groups"),
+        (("groups", 0, "params"), "weight", "params"),
+        (("groups", 0, "params", 0), 3, "params"),
+        (("groups", 0, "settings"), [], "settings"),
+        (("keys", "step"), 1, "keys"),
+        (("values", "$shared_step"), {"kind": "host"}, "shared_step"),
+        (("values", "$without_step"), "a", "without_step"),
+        (("values", "step"), "host", "step"),
+        (("values", "step", "kind"), "hosts", "kind"),
+        (("values", "step", "kind"), "int", "is no number of the kind 'int'"),
+        (("values", "step", "kind"), "json", "no value"),
+        (("dormant",), {}, "dormant"),
+    ],
+)
+def test_what_a_file_says_of_an_optimizer_that_no_save_writes(where: tuple[Any, ...], value: Any, what: str) -> None:
+    described: dict[str, Any] = {
+        "type": "AdamW",
+        "keys": {"step": "step"},
+        "groups": [{"params": ["weight"], "settings": {"lr": 0.1}}],
+        "values": {"$shared_step": "step", "$without_step": [], "step": {"kind": "host"}},
+        "dormant": [],
+    }
+    metadata = CheckpointMetadata(training={"optimizer": described})
+    metadata.optimizer["step"] = TensorRecord("F32", (), [])
+    held: Any = described
+    for key in where[:-1]:
+        held = held[key]
+    held[where[-1]] = value
+    assert what in damage(metadata)

@@ -15,6 +15,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Muon, NAdam
 
 from perdure.errors import MismatchError, UnsupportedStateError
 from perdure.format.metadata import TensorRecord
+from perdure.format.optimizer import description_fault
 from perdure.optim.masters import MixedPrecisionOptimizer
 from perdure.optim.muon import MuonWithAdamW
 from perdure.state.model import parameter_names
@@ -31,6 +32,7 @@ class Saved:
         self.values = {t.name: [p.tensor.clone() for p in t.pieces] for t in tensors}
         self.records = {t.name: TensorRecord(t.dtype, t.shape, [], t.logical) for t in tensors}
         assert len(self.values) == len(tensors)
+        assert description_fault(self.described, self.records) is None
 
     def prepare(self, view: OptimizerView, restore_settings: bool = True) -> OptimizerRestore:
         return prepare_optimizer(view, self.described, self.records, restore_settings=restore_settings)
