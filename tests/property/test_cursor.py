@@ -46,6 +46,14 @@ def test_steps_and_positions_match_walking(plan: BatchPlan, steps: int) -> None:
     assert plan.consumed_at(steps) == position
 
 
+@given(plan=plans(), position=st.integers(0, 200), steps=st.integers(0, 40))
+def test_so_many_steps_further_match_walking(plan: BatchPlan, position: int, steps: int) -> None:
+    walked = position
+    for _ in range(steps):
+        walked = plan.step_range(walked).last
+    assert plan.after(position, steps) == walked
+
+
 def test_a_billion_steps_are_arithmetic() -> None:
     plan = BatchPlan(4096, rampup=[256, 256, 10**9], skip_ranges=[[10**11, 10**11 + 5], [7, 9]])
     step = plan.step_range(plan.consumed_at(10**9 - 1))
@@ -53,6 +61,7 @@ def test_a_billion_steps_are_arithmetic() -> None:
     # All but the ramp's 10^9 samples at a smaller size, and the 7 left out, are steps of 4096.
     assert 10**9 * 4096 - 10**10 < step.last < 10**9 * 4096
     assert step.last - step.first == 4096
+    assert plan.after(0, 10**9) == step.last
 
 
 def test_ramp_follows_consumed_samples() -> None:

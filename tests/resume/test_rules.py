@@ -222,6 +222,21 @@ def test_a_skip_is_applied_again_when_nothing_was_saved_since(tmp_path: Path) ->
     assert [row[4] for row in tiny.trace(tmp_path)][5:] == [[28, 32], [32, 36]]
 
 
+def test_what_is_skipped_on_a_ramp_is_what_so_many_steps_would_have_taken(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ramp = {"global_batch_size": 8, "rampup_batch_size": [2, 2, 24]}
+    tiny.trainer(tmp_path / "straight", 7, training=ramp).train()
+    tiny.trainer(tmp_path / "skipped", 2, training=ramp).train()
+    tiny.trainer(tmp_path / "skipped", 4, training={**ramp, "data_skip_steps": 3}).train()
+    straight = [row[4] for row in tiny.trace(tmp_path / "straight")]
+    assert [row[4] for row in tiny.trace(tmp_path / "skipped")] == [*straight[:2], *straight[5:]]
+    assert "begins afresh" not in capfd.readouterr().err
+    tiny.trainer(tmp_path / "skipped", 5, training={**ramp, "ignore_data_skip": True}).train()
+    assert "what follows their samples begins afresh: rampup_batch_size" in capfd.readouterr().err
+    assert tiny.trace(tmp_path / "skipped")[-1][4] == straight[0]
+
+
 def test_skipped_ranges_count_as_consumed(tmp_path: Path) -> None:
     skipping = {"training": {"skip_ranges": [[6, 14], [30, 31]]}}
     tiny.trainer(tmp_path / "a", 10, **skipping).train()

@@ -32,16 +32,17 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
 def _train(config: str, overrides: tuple[str, ...], stop: StopRequest) -> int:
     """The signal that ended the run, or 0."""
     from perdure.config.load import load_config
+    from perdure.engine.launcher import launched_ranks
 
     loaded = load_config(config, overrides)
+    distributed = launched_ranks() > 1
     # A broken connection is told once, in our words, and not by each of torch's threads with a stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # torch, from here on: seconds, in which a signal is listened for already.
-    from perdure.engine.join import join, launched_ranks, leave_together
+    from perdure.engine.join import join, leave_together
     from perdure.train.trainer import Trainer
 
     stop.imported()
-    distributed = launched_ranks() > 1
     if distributed:
         join()
     stopped = Trainer(loaded).train().stop_signal

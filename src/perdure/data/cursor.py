@@ -196,21 +196,32 @@ class BatchPlan:
         row = bisect_right(self._steps, step) - 1
         return self.skips.advance(self._positions[row], (step - self._steps[row]) * self._batches[row])
 
+    def after(self, consumed_samples: int, steps: int) -> int:
+        """The position after `steps` more steps from a position, aligned or not."""
+        position, ramp = consumed_samples, self.rampup
+        while steps and ramp is not None and ramp.level(position) < ramp.plateaus:
+            count = min(steps, self._steps_on_plateau(ramp, position))
+            position = self.skips.advance(position, count * self.batch_at(position))
+            steps -= count
+        return self.skips.advance(position, steps * self.batch_at(position))
+
     def _plateaus(self) -> tuple[list[int], list[int], list[int]]:
         """First step, first position and batch size of each stretch of equal batches."""
         step, position = 0, 0
         steps, positions, batches = [0], [0], [self.batch_at(0)]
         ramp = self.rampup
         while ramp is not None and ramp.level(position) < ramp.plateaus:
-            batch = batches[-1]
-            start = self.skips.kept_before(position)
-            needed = self.skips.kept_before(ramp.threshold(ramp.level(position) + 1) - 1) + 1 - start
-            count = max(1, -(-needed // batch))
-            step, position = step + count, self.skips.advance(position, count * batch)
+            count = self._steps_on_plateau(ramp, position)
+            step, position = step + count, self.skips.advance(position, count * batches[-1])
             steps.append(step)
             positions.append(position)
             batches.append(self.batch_at(position))
         return steps, positions, batches
+
+    def _steps_on_plateau(self, ramp: Rampup, position: int) -> int:
+        """How many steps from a position on have its batch size."""
+        end = self.skips.kept_before(ramp.threshold(ramp.level(position) + 1) - 1) + 1
+        return max(1, -(-(end - self.skips.kept_before(position)) // self.batch_at(position)))
 
 
 def _check_range(given: Sequence[int]) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from torch import nn
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.base import Base
 from perdure.engine.base_load import load_base
+from perdure.engine.launcher import check_joined
 from perdure.engine.linked import Linkable
 from perdure.engine.live import Live
 from perdure.engine.prepare import Preparer
@@ -22,6 +23,7 @@ from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.engine.restore import Loaded, Restore
 from perdure.engine.runner import SaveRunner, Underway
+from perdure.engine.same_settings import check_same_config
 from perdure.engine.save import SaveJob
 from perdure.engine.saveroot import SaveRoot
 from perdure.errors import SaveError, UsageError
@@ -54,7 +56,7 @@ class Checkpointer:
     Raises:
         UnsupportedStateError: a registered object cannot be saved.
         RootLockedError: another living run saves below the same root.
-        UsageError: `save_path` cannot be used.
+        UsageError: `save_path` cannot be used, or the ranks are not joined or go by different configurations.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class Checkpointer:
             raise UsageError(f"config: expected a CheckpointConfig, found {type(config).__name__}")
         self.config = config
         self.ranks = ranks or Ranks()
+        check_joined(self.ranks.size)
+        check_same_config(config, self.ranks, "checkpoint")
         self.loaded: Loaded | None = None
         self.last_commit: CommitRecord | None = None
         self._last_saved, self._trained_since, self._closed = (-1, -1), False, False

@@ -21,36 +21,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from perdure.engine import ranks
 from perdure.engine.watch import Phase, Watch
-from perdure.errors import PerdureError, RanksError, UsageError
+from perdure.errors import PerdureError, RanksError
 
-__all__ = ["end_process", "join", "launched_ranks", "leave_together"]
+__all__ = ["end_process", "join", "leave_together"]
 
 _LAST_S = 5.0
-_LAUNCH = "several ranks are started with torchrun, which sets all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-
-
-def launched_ranks() -> int:
-    """How many ranks the launcher's environment speaks of; 1 without one.
-
-    Raises:
-        UsageError: it says only a part of what torchrun sets, or no numbers.
-    """
-    size = _number("WORLD_SIZE", least=1) if "WORLD_SIZE" in os.environ else 1
-    if size > 1:
-        rank = _number("RANK")
-        _number("MASTER_PORT")
-        if rank >= size or not os.environ.get("MASTER_ADDR"):
-            what = f"RANK is {rank}" if rank >= size else "MASTER_ADDR is not set"
-            raise UsageError(f"the environment variable WORLD_SIZE is {size}, but {what}", hint=_LAUNCH)
-    return size
-
-
-def _number(name: str, least: int = 0) -> int:
-    text = os.environ.get(name)
-    if text is None or not text.isascii() or not text.isdigit() or int(text) < least:
-        found = "it is not set" if text is None else f"found {text[:80]!r}"
-        raise UsageError(f"the environment variable {name}: expected a number from {least} on, {found}", hint=_LAUNCH)
-    return int(text)
 
 
 def join(deadline_s: float = ranks.DEADLINE_S) -> None:

@@ -8,7 +8,7 @@ ends the other ranks too (engine/watch.py). A job of one process makes no exchan
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from perdure import errors
 from perdure.engine.watch import Phase, Stopped, Watch
 from perdure.errors import PerdureError, RanksError
+from perdure.format.digest import digest_bytes
 
 __all__ = ["DEADLINE_S", "Ranks", "adopt", "neighbours", "present_watch"]
 
@@ -110,6 +111,18 @@ class Ranks:
                 tails = self._all_gather(data[_HEAD:], rest)
                 told = [head + tail for head, tail in zip(told, tails, strict=True)]
         return [msgspec.msgpack.decode(each[8:end]) for each, end in zip(told, ends, strict=True)]
+
+    def compare(self, told: Mapping[str, str], doing: str) -> dict[str, list[str]]:
+        """Where the ranks do not say the same: every rank's text ("" for none) by key; empty where all agree.
+
+        One short exchange where they do, one more where they don't.
+        """
+        digests = self.gather(digest_bytes(msgspec.msgpack.encode(sorted(told.items()))), doing)
+        if len(set(digests)) == 1:
+            return {}
+        every = self.gather(dict(told), doing)
+        texts = {key: [each.get(key, "") for each in every] for each in every for key in each}
+        return {key: found for key, found in texts.items() if len(set(found)) > 1}
 
     def _all_gather(self, data: bytes, size: int) -> list[bytes]:
         """Up to `size` bytes of every rank, filled up to `size`."""

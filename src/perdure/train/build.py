@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from perdure.config.ranks import RankLayout, check_ranks
 from perdure.config.schema import DataloaderConfig, TrainConfig
 from perdure.data.columns import Columns
 from perdure.data.iterable import is_iterable
 from perdure.data.sources.registry import build_source, source_keys
+from perdure.engine.launcher import check_joined
 from perdure.engine.ranks import Ranks
+from perdure.engine.same_settings import check_same_config, check_same_model
 from perdure.errors import ConfigError, UsageError
 from perdure.importing import KeyFaults, import_object, section_keys
 from perdure.models.build import build_model, computes_in_its_own
@@ -36,6 +39,7 @@ __all__ = [
     "device",
     "evaluation",
     "evaluation_data",
+    "layout",
     "network",
     "optimizer_and_schedule",
     "settings_of",
@@ -46,6 +50,13 @@ _BUILT_IN = {"MonitorCallback", "LossCallback", "CheckpointCallback"}
 _REGISTERED = {"EMA": "perdure.train.callbacks.ema:EMA"}
 
 Rate = Callable[[int, int, int], float]
+
+
+def layout(config: TrainConfig, ranks: Ranks) -> RankLayout:
+    """How the ranks share the work, once it is sure that they are of one run and go by one configuration."""
+    check_joined(ranks.size)
+    check_same_config(config, ranks)
+    return check_ranks(config, ranks.size)
 
 
 def data(config: TrainConfig, given: Any) -> Any:
@@ -106,12 +117,15 @@ def _columns(config: TrainConfig, section: DataloaderConfig, name: str, dataset:
         raise config.fault(key, error.message) from error
 
 
-def network(config: TrainConfig, given: nn.Module | None, dataset: Any, *, policy: bool = False) -> nn.Module:
+def network(
+    config: TrainConfig, given: nn.Module | None, dataset: Any, ranks: Ranks | None = None, *, policy: bool = False
+) -> nn.Module:
     """The model: what was passed, or what `model` describes; the data say how many token ids there are.
 
     With `lora_config` all of it is frozen but the adapters that it gets.
 
     Args:
+        ranks: of the job, which must all have the same one.
         policy: `compute_dtype` is FSDP2's to see to, so the model is not asked for it.
     """
     adapters = config.lora_config
@@ -126,9 +140,11 @@ def network(config: TrainConfig, given: nn.Module | None, dataset: Any, *, polic
             model = build_model(described, vocab_size=getattr(dataset, "vocab_size", None))
         if adapters is not None:
             add_adapters(model, adapters)
-        return model
     except KeyFaults as faults:
         raise config.faults(faults.faults) from faults
+    if ranks is not None:
+        check_same_model(model, ranks)
+    return model
 
 
 def loss_scaler(config: TrainConfig, model: nn.Module) -> LossScaler:

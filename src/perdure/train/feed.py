@@ -15,6 +15,7 @@ from perdure.data.loader import ResumableLoader
 from perdure.data.numa import worker_cpus
 from perdure.data.stepping import SteppedLoader
 from perdure.engine.ranks import DEADLINE_S, Ranks
+from perdure.engine.same_settings import check_same_data
 from perdure.parallel.mesh import Mesh
 from perdure.train.resume import ResumePoint
 
@@ -42,6 +43,8 @@ def feed(
         loader = IterableLoader(dataset, exact=section.dataloader.exact, **settings)
     else:
         loader = ResumableLoader(dataset, shuffle=section.dataloader.shuffle, **settings)
+    if ranks is not None and not loader.by_state:
+        check_same_data(loader.identity(), ranks)
     for warning in loader.warnings:
         say(f"warning: {warning}")
     return _read(loader, section, "train_dataset", mesh, ranks, say)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perdure.config.schema import TrainConfig
-from perdure.data.cursor import scale_step
+from perdure.data.cursor import BatchPlan, scale_step
 from perdure.data.growth import Stretches, grown
 from perdure.data.identity import differences, has_grown
 from perdure.engine.progress import Progress
@@ -41,31 +41,34 @@ def understood(where: str) -> Iterator[None]:
 class Wish:
     """What the configuration asks of a resume."""
 
-    global_batch_size: int
+    plan: BatchPlan
     steps: int
     seed: int
     shuffle: bool = False
     local_batch_size: int = 1
-    rampup: bool = False
     ignore_data_skip: bool = False
     data_skip_steps: int = 0
     accept_growth: bool = False
+    by_samples: tuple[str, ...] = ()
     layout: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: TrainConfig) -> Wish:
         """What a configuration asks."""
         training = config.training
+        ramp, rate = training.rampup_batch_size, config.lr_scheduler
+        by_samples = ["rampup_batch_size"] if ramp is not None else []
+        by_samples += [f"the learning rate (lr_scheduler.by: {rate.by})"] if rate.by == "samples" else []
         return cls(
-            global_batch_size=training.global_batch_size,
+            plan=BatchPlan(training.global_batch_size, rampup=ramp, skip_ranges=training.skip_ranges),
             steps=training.steps,
             seed=training.seed,
             shuffle=config.train_dataset.dataloader.shuffle,
             local_batch_size=training.local_batch_size,
-            rampup=training.rampup_batch_size is not None,
             ignore_data_skip=training.ignore_data_skip,
             data_skip_steps=training.data_skip_steps,
             accept_growth=training.accept_data_growth,
+            by_samples=tuple(by_samples),
             layout=drawing_layout(config),
         )
 
@@ -133,8 +136,11 @@ def resume_point(saved: Progress, training: Mapping[str, Any], wish: Wish, datas
     if "ignore_data_skip" in fresh_wishes:
         point.consumed_samples, point.data_afresh, point.stretches = 0, True, ()
         point.notes.append("data start afresh (ignore_data_skip)")
+        if wish.by_samples:
+            what = ", ".join(wish.by_samples)
+            point.warnings.append(f"with the data, what follows their samples begins afresh: {what}")
     if "data_skip_steps" in fresh_wishes:
-        point.consumed_samples += wish.data_skip_steps * wish.global_batch_size
+        point.consumed_samples = wish.plan.after(point.consumed_samples, wish.data_skip_steps)
         point.notes.append(f"{wish.data_skip_steps} steps of data left out (data_skip_steps)")
     return point
 
@@ -172,8 +178,8 @@ def _take_in_growth(point: ResumePoint, training: Mapping[str, Any], dataset: Ma
 
 
 def _scale(point: ResumePoint, saved: Progress, wish: Wish) -> None:
-    old, new = saved.global_batch_size, wish.global_batch_size
-    if old in (0, new) or wish.rampup:
+    old, new = saved.global_batch_size, wish.plan.global_batch_size
+    if old in (0, new) or wish.plan.rampup is not None:
         return
     step, whole = scale_step(saved.global_step, old, new)
     point.global_step = step

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from perdure.config.load import dump_config, load_config, load_config_mapping
-from perdure.config.ranks import check_ranks
 from perdure.config.schema import TrainConfig
 from perdure.data.loader import StepBatch
 from perdure.engine.checkpointer import Checkpointer, Loaded
@@ -118,13 +117,13 @@ class Trainer:
         self.console = Console(self.ranks.is_first)
         stack.callback(self.console.end)
         self.device = build.device(training.deterministic)
-        self._layout = check_ranks(config, self.ranks.size)
+        self._layout = build.layout(config, self.ranks)
         self.mesh = make_mesh(self._layout, self.device)
         torch.use_deterministic_algorithms(training.deterministic)
         seed_all(training.seed)
         self.train_dataset = build.data(config, self.train_dataset)
         compute = build.policy_dtype(config, self.model, self.mesh)
-        network = build.network(config, self.model, self.train_dataset, policy=compute is not None)
+        network = build.network(config, self.model, self.train_dataset, self.ranks, policy=compute is not None)
         self.scaler = build.loss_scaler(config, network)
         self._parallel = parallelize(network, self.mesh, self.device, config, compute)
         self.model = self._parallel.model
