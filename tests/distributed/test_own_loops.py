@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from perdure import Checkpoint, CheckpointConfig, Checkpointer, Progress
-from perdure.errors import MismatchError, RanksError, UnsupportedStateError
+from perdure.errors import MismatchError, RanksError, SaveError, UnsupportedStateError
 
 from . import forked
 
@@ -114,3 +114,47 @@ def test_what_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
             saver.save(Progress(1, 4, 4))
 
     assert forked.job(tmp_path / "job", 2, work) == [0, 0], forked.told(tmp_path / "job")
+
+
+def batch_norm(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def test_replicas_that_differ_are_refused_before_anything_is_saved(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        def refused(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> None:
+            with checkpointer(tmp_path / "none", model, optimizer) as saver:
+                for _ in range(2):
+                    with pytest.raises(SaveError, match=f"0 and 1 hold different values of the same tensors: {what}"):
+                        saver.save(Progress(1, 4, 4))
+
+        # Never broadcast.
+        model, optimizer = batch_norm(rank)
+        refused(model, optimizer, r"model: 0\.weight, model: 0\.bias, model: 2\.weight, model: 2\.bias")
+        # Parts of a tensor, each taken for the whole.
+        model, optimizer = batch_norm(0)
+        with torch.no_grad():
+            model[0].weight[-1, -1] += rank
+        refused(model, optimizer, r"model: 0\.weight\n")
+        # Alike, but each with moments of its own.
+        model, optimizer = batch_norm(0)
+        with torch.no_grad():
+            before = [p.clone() for p in model.parameters()]
+            model(torch.randn(4, 5) + rank).square().mean()
+        model(torch.randn(4, 5) + rank).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                parameter.copy_(value)
+        refused(model, optimizer, r"optimizer: adam_m")
+        # A batch norm's statistics are each rank's own.
+        model, optimizer = batch_norm(0)
+        model(torch.randn(4, 5) + rank)
+        with checkpointer(tmp_path / "out", model, optimizer) as saver:
+            saver.save(Progress(1, 4, 4))
+
+    assert forked.job(tmp_path / "job", 2, work) == [0, 0], forked.told(tmp_path / "job")
+    assert Checkpoint(tmp_path / "out").iteration == 1
+    assert not list((tmp_path / "none").glob("*iteration*"))

@@ -14,6 +14,7 @@ from perdure.engine.live import Live
 from perdure.engine.plan import Planner
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
+from perdure.engine.replicas import check_replicas
 from perdure.engine.save import Identity, SaveJob
 from perdure.engine.saveroot import SaveRoot
 from perdure.errors import RanksError, SaveError
@@ -48,6 +49,7 @@ class Preparer:
         self._training, self._before_commit, self._say = training, before_commit, say
         self._planner = Planner(ranks, config.remove_redundancy)
         self._filing = Filing(ranks.rank)
+        self._compared = False
 
     @collector_paused()
     def job(self, progress: Progress, base: Base | None, links: Mapping[str, Linkable]) -> SaveJob:
@@ -58,7 +60,7 @@ class Preparer:
             links: files of frozen weights that may be linked instead of written.
 
         Raises:
-            SaveError: there is no room, or the directory cannot be made.
+            SaveError: there is no room, the directory cannot be made, or ranks differ in what they hold in common.
             UnsupportedStateError: something cannot be held; it is named.
             RanksError: the ranks are at different places.
         """
@@ -72,6 +74,9 @@ class Preparer:
         )
         training = {**self._training(), **state, **({"base": adapter.record()} if adapter and adapter.kept else {})}
         plan = self._planner.plan(tensors)
+        if not self._compared:
+            check_replicas(plan, tensors, self._live.model, self._ranks)
+            self._compared = True
         frozen = frozen_names(self._live.model)
         root, step = self._save_root.root, progress.global_step
         # A number once used is never used again: what failed may be committed all the same.
