@@ -12,7 +12,7 @@ from tests import tiny
 from torch import nn
 
 from perdure import Callback, Trainer
-from perdure.errors import UsageError
+from perdure.errors import ConfigError, UsageError
 
 HOOKS = ("on_train_begin", "on_step_begin", "on_step_end", "on_save", "on_train_end")
 STEPS = 12
@@ -87,6 +87,95 @@ def test_a_figure_by_a_name_that_readers_go_by_is_refused(tmp_path: Path, name: 
     callbacks = (at("on_step_end", lambda trainer, state: trainer.log(**{name: 1.0})),)
     with pytest.raises(UsageError, match=f"a figure of one's own cannot be called {name}"):
         tiny.trainer(tmp_path, 2, callbacks=callbacks).train()
+
+
+class Counter(Callback):
+    """Counts steps by so many, and keeps the count."""
+
+    def __init__(self, by: int) -> None:
+        self.by, self.count = by, 0
+
+    def on_step_end(self, trainer: Any, state: Any) -> None:
+        self.count += self.by
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_callbacks_of_one_class_keep_their_states_apart(tmp_path: Path) -> None:
+    tiny.trainer(tmp_path, 3, callbacks=(Counter(1), Counter(10), Counter(100))).train()
+    again = Counter(1), Counter(10), Counter(100)
+    tiny.trainer(tmp_path, 4, callbacks=again).train()
+    assert [counter.count for counter in again] == [4, 40, 400]
+
+
+class OnlyTells(Callback):
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"callbacks": (OnlyTells(),)}, r"callback OnlyTells has state_dict\(\) but no load_state_dict\(\)"),
+        ({"callbacks": (Counter,)}, r"callbacks\[0\]: expected an object .* found the class Counter"),
+        ({"callbacks": (object(),)}, r"callbacks\[0\]: expected an object .* found a object"),
+        ({"callbacks": (Counter(1),), "extra": {"callback.Counter": Counter(1)}}, "'callback.Counter' is what the run"),
+        ({"given_optimizer": lambda model: torch.optim.SGD}, "optimizer: expected an optimizer .* found the class SGD"),
+        (
+            {"given_optimizer": lambda model: torch.optim.LBFGS(model.parameters())},
+            "LBFGS evaluates the loss several times",
+        ),
+    ],
+    ids=["half", "class", "object", "taken", "optimizer", "closure"],
+)
+def test_what_cannot_serve_is_refused_before_anything_is_trained(
+    tmp_path: Path, given: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        tiny.trainer(tmp_path, 2, **given).train()
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_class_for_a_model_and_an_optimizer_that_wants_a_closure_are_refused(tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, 2) | {"optimizer": {"type": "LBFGS"}}
+    with pytest.raises(UsageError, match=r"model: expected an nn\.Module, found the class Net"):
+        Trainer(config, model=tiny.Net)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"optimizer\.type: LBFGS evaluates the loss several times"):
+        Trainer(config, model=tiny.Net(), train_dataset=tiny.Noisy(), compute_loss_func=tiny.loss_of).train()
+
+
+def test_a_run_within_autocast_is_refused_and_a_loss_within_it_is_not(tmp_path: Path) -> None:
+    def cast(model: nn.Module, batch: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return tiny.loss_of(model, batch)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UsageError, match=r"within torch\.autocast"):
+        tiny.trainer(tmp_path / "refused", 2).train()
+    tiny.trainer(tmp_path / "straight", 5, loss=cast).train()
+    for steps in (2, 5):
+        tiny.trainer(tmp_path / "resumed", steps, loss=cast).train()
+    assert tiny.trace(tmp_path / "straight") == tiny.trace(tmp_path / "resumed")
+
+
+def test_losses_weighted_by_fractions_do_not_depend_on_accumulation(tmp_path: Path) -> None:
+    def weighted(model: nn.Module, batch: Any) -> Any:
+        weights = 0.125 + 0.25 * (batch[0] % 2)
+        return ((model(batch[1]) - batch[2]).square().squeeze(1) * weights).sum(), weights.sum()
+
+    losses = []
+    for size in (2, 4):
+        # Without dropout, whose draws depend on the micro-batch.
+        tiny.trainer(
+            tmp_path / str(size), 3, model=lambda: nn.Linear(4, 1), loss=weighted, training={"local_batch_size": size}
+        ).train()
+        losses.append([row[1] for row in tiny.trace(tmp_path / str(size))])
+    assert losses[0] == pytest.approx(losses[1])
+    with pytest.raises(UsageError, match="counted -8 tokens"):
+        tiny.trainer(tmp_path / "less", 3, loss=lambda model, batch: (tiny.loss_of(model, batch), -4)).train()
 
 
 def test_a_trainer_trains_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,19 @@ def test_evaluated_it_leaves_training_as_it_was(tmp_path: Path) -> None:
     # An average that forgets at once is the model itself.
     assert [(row["step"], row["ema_eval_loss"]) for row in rows if "ema_eval_loss" in row] == own
     assert [step for step, _ in own] == [4, 8]
+
+
+def test_stopped_where_it_is_evaluated_it_is_once_the_step_is_saved(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stop = tiny.SignalAt(3, signal.SIGTERM)
+    tiny.trainer(tmp_path, 9, callbacks=(EMA(DECAY, evaluate=True), stop), **EVALUATING).train()
+    capfd.readouterr()
+    tiny.trainer(tmp_path, 9, callbacks=(EMA(0.5, evaluate=True),), **EVALUATING).train()
+    assert f"EMA decay: {DECAY:g} -> 0.5" in capfd.readouterr().err
+    rows = read_lines(str(tmp_path / "metrics.jsonl"))
+    for figure in ("eval_loss", "ema_eval_loss"):
+        assert [row["step"] for row in rows if figure in row] == [4, 8]
 
 
 def test_exported_it_is_a_model_to_start_from(tmp_path: Path) -> None:

@@ -387,6 +387,27 @@ def test_a_lock_that_is_no_plain_file_is_told(tmp_path: Path, make: str) -> None
         Checkpointer(CheckpointConfig(save_path=str(tmp_path)), model=nn.Linear(2, 1))
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
+def test_a_history_that_can_never_be_written_is_told_at_the_start(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(UsageError, match=rf"output_dir: .*/{name} cannot be written: Is a directory"):
+        tiny.trainer(tmp_path, 2).train()
+
+
+def test_a_relative_output_dir_stays_where_it_is_whatever_a_callback_enters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Enter(Callback):
+        def on_train_begin(self, trainer: Any, state: Any) -> None:
+            os.chdir(tmp_path / "elsewhere")
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tiny.trainer(Path("out"), 3, callbacks=(Enter(),)).train()
+    assert [row[0] for row in tiny.trace(tmp_path / "out")] == [1, 2, 3]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_a_save_root_that_is_the_output_dir_works(tmp_path: Path) -> None:
     for stop in (3, 6):
         tiny.trainer(tmp_path, stop, checkpoint={"save_path": str(tmp_path)}).train()

@@ -30,6 +30,7 @@ from perdure.train.callbacks.base import Callback
 from perdure.train.callbacks.tensorboard import TensorBoard
 from perdure.train.evaluate import Evaluation
 from perdure.train.feed import evaluation_feed
+from perdure.train.given import needs_closure
 from perdure.train.resume import drawing_layout
 from perdure.train.step import LossFunction
 
@@ -55,6 +56,11 @@ Rate = Callable[[int, int, int], float]
 def layout(config: TrainConfig, ranks: Ranks) -> RankLayout:
     """How the ranks share the work, once it is sure that they are of one run and go by one configuration."""
     check_joined(ranks.size)
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        raise UsageError(
+            "the run is called within torch.autocast, whose copies of the weights would outlive each update of them",
+            hint="enter it in compute_loss_func(model, batch), or set model.compute_dtype",
+        )
     check_same_config(config, ranks)
     return check_ranks(config, ranks.size)
 
@@ -207,6 +213,9 @@ def optimizer_and_schedule(config: TrainConfig, model: nn.Module, given: Any, me
         optimizer = given if given is not None else build_optimizer(config.optimizer, model, lr=peak)
     except KeyFaults as faults:
         raise config.faults(faults.faults) from faults
+    if needs_closure(optimizer):
+        text = f"{type(optimizer).__name__} evaluates the loss several times a step and is not supported"
+        raise config.fault("optimizer.type", text) if given is None else UsageError(f"the optimizer passed: {text}")
 
     def rate(step: int, samples: int, size: int) -> float:
         return schedule.rate(global_step=step, consumed_samples=samples, global_batch_size=size)
@@ -235,6 +244,8 @@ def callbacks(config: TrainConfig, given: Sequence[Callback]) -> list[Callback]:
             target = import_object(_REGISTERED.get(section.type, section.type))
             inspect.signature(target).bind(**section.extras())
             callback = target(**section.extras())
+            if not isinstance(callback, Callback):
+                raise UsageError(f"{section.type} gives no perdure.Callback, but a {type(callback).__qualname__}")
         except (UsageError, TypeError) as error:
             text = error.message if isinstance(error, UsageError) else str(error)
             raise config.fault(f"callbacks[{number}]", text) from error
@@ -292,17 +303,3 @@ def device(deterministic: bool = False) -> torch.device:
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def stateful(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """Callbacks that keep state, by class name, numbered where one class occurs twice."""
-    found: dict[str, Any] = {}
-    for callback in callbacks:
-        if callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None)):
-            name = base = f"callback.{type(callback).__name__}"
-            count = 1
-            while name in found:
-                count += 1
-                name = f"{base}.{count}"
-            found[name] = callback
-    return found

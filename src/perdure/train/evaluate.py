@@ -72,7 +72,7 @@ class Evaluation:
         was_training = model.training
         model.eval()
         loss_sum: Tensor | float = 0.0
-        tokens: Tensor | int = 0
+        tokens: Tensor | float = 0.0
         self._loader.seek(0)
         for batch in self._loader.take(self._steps):
             micro_batches = batch.micro_batches
@@ -94,9 +94,9 @@ class Evaluation:
                 for index in range(len(micro_batches)):
                     loss(index, model)
         model.train(was_training)
-        sums = torch.tensor([float(loss_sum), int(tokens)], dtype=torch.float64) * self._mesh.counts
+        sums = torch.tensor([float(loss_sum), float(tokens)], dtype=torch.float64) * self._mesh.counts
         loss, count = self._ranks.sum(sums, "evaluating").tolist()
-        return float(loss / max(count, 1.0))
+        return float(loss / (count or 1.0))
 
     def close(self) -> None:
         """Ends the workers."""

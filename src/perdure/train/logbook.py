@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +62,7 @@ class Logbook:
     """
 
     def __init__(self, directory: str, *, writes: bool, say: Callable[[str], None]) -> None:
-        self._directory, self._writes, self._say = directory, writes, say
+        self._directory, self._writes, self._say = os.path.abspath(directory), writes, say
         self._metrics: History | None = None
         self._ledger: History | None = None
         self._held = contextlib.ExitStack()
@@ -74,7 +75,7 @@ class Logbook:
             locked_already: a directory that this run holds anyway.
 
         Raises:
-            UsageError: `output_dir` cannot be written.
+            UsageError: `output_dir`, or a history in it, cannot be written.
             RootLockedError: another run writes there.
         """
         self._is_open = True
@@ -87,11 +88,14 @@ class Logbook:
                 self._held.callback(_lock(directory, attempt).release)
             with open(os.path.join(directory, f"config-{attempt}.yaml"), "w", encoding="utf-8") as file:
                 file.write(config)
+            for name in ("metrics.jsonl", "ledger.jsonl"):
+                _check_writable(os.path.join(directory, name))
         except RootLockedError:
             raise
         except OSError as error:
             raise UsageError(
-                f"output_dir: {directory} cannot be written: {error.strerror}", hint="name another output_dir"
+                f"output_dir: {error.filename or directory} cannot be written: {error.strerror}",
+                hint="name another output_dir",
             ) from error
         self._metrics = History(os.path.join(directory, "metrics.jsonl"), _without_data(header), warn=self._say)
         self._ledger = History(os.path.join(directory, "ledger.jsonl"), header, digest=True, warn=self._say)
@@ -167,6 +171,15 @@ class Logbook:
 
 def _without_data(header: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in header.items() if key != "data"}
+
+
+def _check_writable(path: str) -> None:
+    """Raises OSError where a history can never be written; one on a full disk waits for room."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def _lock(directory: str, attempt: str) -> RootLock:

@@ -123,7 +123,7 @@ class TrainStep:
             self._model.train()
         micro_batches = batch.micro_batches
         loss_sum: Tensor | float = 0.0
-        tokens: Tensor | int = 0
+        tokens: Tensor | float = 0.0
 
         def scaled_loss(index: int, model: Any) -> Tensor:
             nonlocal loss_sum, tokens
@@ -152,13 +152,13 @@ class TrainStep:
                     self._optimizer.accumulate_grads()
         positions = chain.from_iterable(micro.positions for micro in micro_batches)
         ids = chain.from_iterable(micro.ids for micro in micro_batches)
-        sums = float(loss_sum), int(tokens), sample_sum(positions, ids)
+        sums = float(loss_sum), float(tokens), sample_sum(positions, ids)
         return self._finish(batch.first, sums, global_batch_size, learning_rate, stop)
 
     def _finish(
         self,
         position: int,
-        sums: tuple[float, int, int],
+        sums: tuple[float, float, int],
         batch_size: int,
         rate: Callable[[dict[str, Any]], float],
         stop: Callable[[], int],
@@ -177,7 +177,9 @@ class TrainStep:
         )
         self._ranks.sum(shared, "finishing a step")
         loss, count, low, high, square, *wishes = shared.tolist()
-        count = max(count, 1.0)
+        if not count >= 0:
+            raise UsageError(f"the loss function counted {count:g} tokens (or samples) in a step; expected 0 or more")
+        count = count or 1.0
         factor = self._parallel.mean_over * batch_size / count / self._scaler.scale
         norm = math.sqrt(square) * factor
         finite = math.isfinite(norm)
@@ -197,7 +199,7 @@ class TrainStep:
         self._optimizer.zero_grad(set_to_none=True)
         stopped = next((int(number) for number, votes in zip(SIGNALS, wishes, strict=True) if votes), 0)
         ids = int(low) + (int(high) << 32) & (1 << 64) - 1
-        return StepResult(loss / count, norm, int(count), applied, finite, stopped, ids, verdict)
+        return StepResult(loss / count, norm, round(count), applied, finite, stopped, ids, verdict)
 
     def _gradients(self) -> list[Tensor]:
         if hasattr(self._optimizer, "grads"):
@@ -235,8 +237,8 @@ class TrainStep:
         return math.sqrt(float(self._ranks.sum(shared, "looking at the embeddings")))
 
 
-def loss_and_count(loss: LossFunction, model: nn.Module, data: Any, samples: int) -> tuple[Tensor, Tensor | int]:
-    """The summed loss of a micro-batch, and over how many tokens (or samples) it is a sum, a whole number.
+def loss_and_count(loss: LossFunction, model: nn.Module, data: Any, samples: int) -> tuple[Tensor, Tensor | float]:
+    """The summed loss of a micro-batch, and over how many tokens (or samples) it is a sum; weights may make a fraction.
 
     Raises:
         UsageError: the loss function gave something else than a number, or a number and a count.
@@ -252,10 +254,9 @@ def loss_and_count(loss: LossFunction, model: nn.Module, data: Any, samples: int
     if count is None:
         return value * samples, samples
     if isinstance(count, Tensor) and count.numel() == 1:
-        return value, count.detach().reshape(()).to(torch.int64)
-    is_number = isinstance(count, Real) and math.isfinite(count)
-    if is_number:
-        return value, int(count)
+        return value, count.detach().reshape(()).double()
+    if isinstance(count, Real) and math.isfinite(count):
+        return value, float(count)
     raise UsageError(
         f"the loss function gave {_described(count)} for its count; expected one number",
         hint="compute_loss_func(model, batch) returns (sum, count): of how many tokens or samples it is the sum",

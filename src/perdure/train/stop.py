@@ -137,8 +137,9 @@ class StopRequest:
             self._first = self._alive = time.monotonic()
             what = "before the first step" if self._starting else "once saved" if self._reached else "after this step"
             _tell(f"\n{signal.Signals(number).name}: stopping {what}; once more stops at once")
-        if self._importing:
-            os._exit(128 + number)
+            # By whoever has told: main thread or watcher, which both note each signal.
+            if self._importing:
+                os._exit(128 + number)
 
     # ---- the thread
 

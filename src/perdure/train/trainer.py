@@ -25,7 +25,8 @@ from perdure.state.random import seed_all
 from perdure.train import build
 from perdure.train.callbacks.base import Callback, call_hooks
 from perdure.train.console import Console
-from perdure.train.feed import data_state, feed, place
+from perdure.train.feed import feed, place
+from perdure.train.given import check_given, registered
 from perdure.train.health import HealthMonitor, Verdict
 from perdure.train.logbook import Logbook, header_of
 from perdure.train.resume import Wish, changed_settings, rate_warning, resume_point, understood
@@ -53,7 +54,7 @@ class Trainer:
         extra: registered objects, saved and restored with the run.
 
     Raises:
-        ConfigError: the configuration cannot be meant; all faults at once.
+        UsageError: what was passed, or the configuration (ConfigError, with all faults at once), cannot be meant.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Trainer:
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = _config(config)
+        check_given(model, optimizer, callbacks)
         self.model, self.optimizer, self.train_dataset = model, optimizer, train_dataset
         self.eval_dataset = eval_dataset
         self.state, self._begun = TrainerState(), False
@@ -148,7 +150,7 @@ class Trainer:
                 config.checkpoint,
                 model=self.model,
                 optimizer=self.optimizer,
-                extra={**self._extra, **build.stateful(self._callbacks), **data_state(self.loader)},
+                extra=registered(self._extra, self._callbacks, self.loader),
                 training=self._training_record,
                 restore_settings=False,
                 ranks=self.ranks,

@@ -19,9 +19,11 @@ from perdure.train.step import loss_and_count
         (torch.tensor([2.0]), 6.0, 3),
         ((torch.tensor(2.0), 5), 2.0, 5),
         ((torch.tensor(2.0), torch.tensor(5)), 2.0, 5),
+        ((torch.tensor(2.0), torch.tensor([2.5])), 2.0, 2.5),
+        ((torch.tensor(2.0), 0.25), 2.0, 0.25),
     ],
 )
-def test_a_mean_or_a_sum_with_its_count(given: Any, total: float, count: int) -> None:
+def test_a_mean_or_a_sum_with_its_count(given: Any, total: float, count: float) -> None:
     value, found = loss_and_count(lambda model, batch: given, nn.Identity(), None, 3)
     assert (value.item(), value.ndim, found) == (total, 0, count)
 

@@ -45,7 +45,7 @@ class EMA(Callback):
         self.decay, self.every, self._evaluates, self._export = decay, every, evaluate, export
         self.weights: dict[str, Tensor] = {}
         self.updates = 0
-        self._restored = False
+        self._restored, self._saved_decay = False, decay
 
     def on_build(self, trainer: Any, state: TrainerState) -> None:
         """Takes the first weights; what a resume brings replaces them."""
@@ -57,6 +57,8 @@ class EMA(Callback):
         if not self._restored:
             # Weights that a run starts from, or goes on from without an average, are loaded by now.
             self.on_build(trainer, state)
+        elif self._saved_decay != self.decay:
+            trainer.console.say(f"changed since the checkpoint: EMA decay: {self._saved_decay:g} -> {self.decay:g}")
 
     @torch.no_grad()
     def on_step_end(self, trainer: Any, state: TrainerState) -> None:
@@ -65,15 +67,22 @@ class EMA(Callback):
             for name, average in self.weights.items():
                 average.lerp_(current[name].detach().float(), 1.0 - self.decay)
             self.updates += 1
-        if self._evaluates and trainer.evaluates_at(state.global_step) and not state.stop_signal:
+        if not state.stop_signal:
+            self._evaluate(trainer, state)
+
+    def on_train_end(self, trainer: Any, state: TrainerState) -> None:
+        if state.stop_signal:
+            # As the run's own evaluation, it waits until the stopped step is saved.
+            self._evaluate(trainer, state)
+        if self._export:
+            self._write(trainer)
+
+    def _evaluate(self, trainer: Any, state: TrainerState) -> None:
+        if self._evaluates and trainer.evaluates_at(state.global_step):
             with self.applied(trainer.model):
                 loss = trainer.evaluate()
             trainer.log(ema_eval_loss=loss)
             trainer.console.say(f"step {state.global_step}: evaluation loss of the average {loss:.4f}")
-
-    def on_train_end(self, trainer: Any, state: TrainerState) -> None:
-        if self._export:
-            self._write(trainer)
 
     @contextlib.contextmanager
     def applied(self, model: Any) -> Iterator[None]:
@@ -95,8 +104,8 @@ class EMA(Callback):
         return self.weights.get(path.removeprefix("weights."))
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by parameter name, and how many updates they have had."""
-        return {"weights": self.weights, "updates": self.updates}
+        """The averages by parameter name, how many updates they have had, and with which decay."""
+        return {"weights": self.weights, "updates": self.updates, "decay": self.decay}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` gave; a parameter that was not averaged then starts with its own value."""
@@ -104,6 +113,7 @@ class EMA(Callback):
         for name in self.weights.keys() & saved.keys():
             self.weights[name] = saved[name].to(self.weights[name].device)
         self.updates, self._restored = int(state["updates"]), True
+        self._saved_decay = float(state.get("decay", self.decay))
 
     @staticmethod
     def _current(trainer: Any) -> dict[str, Tensor]:
