@@ -158,3 +158,34 @@ def test_replicas_that_differ_are_refused_before_anything_is_saved(tmp_path: Pat
     assert forked.job(tmp_path / "job", 2, work) == [0, 0], forked.told(tmp_path / "job")
     assert Checkpoint(tmp_path / "out").iteration == 1
     assert not list((tmp_path / "none").glob("*iteration*"))
+
+
+@pytest.mark.parametrize("remove_redundancy", [True, False])
+def test_statistics_of_a_batch_norm_go_on_as_the_wrapper_would_have_had_them(
+    tmp_path: Path, remove_redundancy: bool
+) -> None:
+    def run(root: Path, rank: int, stop: int) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        # Large enough that every rank has some to write.
+        norms = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(4)]
+        model = DistributedDataParallel(nn.Sequential(*norms))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = CheckpointConfig(save_path=str(root), auto_resume=True, remove_redundancy=remove_redundancy)
+        with Checkpointer(config, model=model, optimizer=optimizer, say=lambda line: None) as saver:
+            progress = saver.load()
+            while progress.global_step < stop:
+                torch.manual_seed(10 * progress.global_step + rank)
+                model(torch.randn(8, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                progress.advance(global_batch_size=16)
+            saver.save(progress)
+        return dict(model.module.state_dict())
+
+    def work(rank: int) -> None:
+        whole = run(tmp_path / "whole", rank, 5)
+        run(tmp_path / "parts", rank, 2)
+        parts = run(tmp_path / "parts", rank, 5)
+        assert [name for name, value in whole.items() if not torch.equal(value, parts[name])] == []
+
+    assert forked.job(tmp_path / "job", 2, work) == [0, 0], forked.told(tmp_path / "job")

@@ -9,7 +9,7 @@ from perdure.engine.live import Live
 from perdure.engine.ranks import Ranks
 from perdure.errors import MismatchError
 from perdure.state.fingerprint import digest_of_sums, piece_sums, total_sums
-from perdure.state.model import frozen_names
+from perdure.state.model import frozen_and_buffers
 
 __all__ = ["Base", "base_name", "contents"]
 
@@ -45,7 +45,7 @@ class Base:
 
     def settle(self, brought: frozenset[str] = frozenset()) -> None:
         """Notes what is the base's own after a load, which may have brought other weights with it."""
-        frozen = frozen_names(self.live.model).intersection(self.sums)
+        frozen = frozen_and_buffers(self.live.model)[0].intersection(self.sums)
         now = contents(self.live, self.ranks, frozen & brought)
         kept = [name for name in frozen if now.get(name, self.sums[name]) == self.sums[name]]
         self.kept = frozenset().union(*self.ranks.gather(kept, "comparing the base"))

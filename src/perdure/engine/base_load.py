@@ -12,7 +12,7 @@ from perdure.engine.live import Live
 from perdure.engine.ranks import Ranks
 from perdure.engine.restore import Restore
 from perdure.engine.saveroot import SaveRoot
-from perdure.state.model import frozen_names
+from perdure.state.model import frozen_and_buffers
 from perdure.state.shards import NamedTensor
 
 __all__ = ["load_base"]
@@ -51,5 +51,5 @@ class _Below(Live):
         return [msgspec.structs.replace(t, aliases=(*t.aliases, base_name(t.name))) for t in super().tensors()]
 
     def elsewhere(self) -> frozenset[str]:
-        frozen = frozen_names(self.model)
+        frozen, _ = frozen_and_buffers(self.model)
         return frozenset(t.name for t in super().tensors() if t.name not in frozen)

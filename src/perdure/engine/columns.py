@@ -7,7 +7,7 @@ different cut once: a few hundred bytes, whatever the number of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -25,7 +25,7 @@ class Table(msgspec.Struct, array_like=True):
     """The tensors of a rank, column by column; `cut` numbers into `cut_shapes` and `cut_pieces`.
 
     A cut is a global shape and the boxes that the rank has of it; `cut_pieces` says how many boxes are told of, which
-    may be one that is no box.
+    may be one that is no box. `of_first` are the places of tensors that the first rank of those that have them writes.
     """
 
     section: bytes
@@ -36,6 +36,7 @@ class Table(msgspec.Struct, array_like=True):
     cut: bytes
     cut_shapes: list[tuple[int, ...]]
     cut_pieces: list[int]
+    of_first: list[int]
 
     @property
     def sections(self) -> list[int]:
@@ -65,8 +66,12 @@ class Held:
     boxes: bytes
 
 
-def encode_held(tensors: Sequence[NamedTensor]) -> Held:
-    """The columns of what this rank holds."""
+def encode_held(tensors: Sequence[NamedTensor], buffers: Collection[str] = ()) -> Held:
+    """The columns of what this rank holds.
+
+    Args:
+        buffers: names of those of the model's that the first rank is to write.
+    """
     cuts: dict[tuple[tuple[int, ...], tuple[Box, ...]], int] = {}
     numbers = np.empty(len(tensors), dtype="<u4")
     for index, tensor in enumerate(tensors):
@@ -84,6 +89,7 @@ def encode_held(tensors: Sequence[NamedTensor]) -> Held:
         numbers.tobytes(),
         [shape for shape, _ in cuts],
         [len(boxes) for boxes in places.values()],
+        [place for place, t in enumerate(tensors) if t.section == "model" and t.name in buffers] if buffers else [],
     )
     return Held(msgspec.msgpack.encode(table), np.array(row, dtype="<i8").tobytes())
 

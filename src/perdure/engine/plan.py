@@ -1,15 +1,16 @@
 """Who writes what: computed alike on every rank from one exchange of what each holds.
 
 Every distinct box is written once. Boxes with the fewest owners choose first, then the largest; each
-goes to the least loaded of its owners, ties to the lower rank. The plan is kept while no rank's
-layout changes. Tensors that are cut alike on every rank are planned as one, so that the cost is that of
-the different cuts, not of ranks times tensors.
+goes to the least loaded of its owners, ties to the lower rank. Buffers, which may differ between ranks, all come
+from their first owner: `DistributedDataParallel` gives its values to the others before each forward pass. The plan is
+kept while no rank's layout changes. Tensors that are cut alike on every rank are planned as one, so that the cost is
+that of the different cuts, not of ranks times tensors.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,13 +95,16 @@ class Planner:
         self._digests: list[bytes] = []
         self._plan: SavePlan | None = None
 
-    def plan(self, tensors: Sequence[NamedTensor]) -> SavePlan:
+    def plan(self, tensors: Sequence[NamedTensor], buffers: Collection[str] = ()) -> SavePlan:
         """The plan for what the ranks hold now.
+
+        Args:
+            buffers: names of the model's buffers.
 
         Raises:
             UnsupportedStateError: ranks disagree on a tensor's shape or dtype, or leave a part of one unheld.
         """
-        held = encode_held(tensors)
+        held = encode_held(tensors, buffers)
         table, mine = xxhash.xxh3_128_digest(held.table), xxhash.xxh3_128_digest(held.boxes)
         digests: list[bytes] = self._ranks.gather(table + mine, _DOING)
         if self._plan is None or digests != self._digests:
@@ -152,7 +156,8 @@ def make_plan(held: Sequence[Held], remove_redundancy: bool = True) -> SavePlan:
             raise UnsupportedStateError(f"{section}: {name}: the ranks together don't hold the whole tensor: {fault}")
         cuts.append((found, keys))
     if remove_redundancy:
-        writers, loads = _assign(cuts, layouts, len(held))
+        of_first: set[Key] = {("model", table.name[place]) for table in tables for place in table.of_first}
+        writers, loads = _assign(cuts, layouts, len(held), of_first)
         return SavePlan(layouts, cuts, writers, loads)
     loads = np.zeros(len(held), dtype=np.int64)
     for found, keys in cuts:
@@ -190,7 +195,7 @@ def _also(aliases: tuple[str, ...]) -> str:
 
 
 def _assign(
-    cuts: list[tuple[Cut, list[Key]]], layouts: dict[Key, Layout], ranks: int
+    cuts: list[tuple[Cut, list[Key]]], layouts: dict[Key, Layout], ranks: int, of_first: Collection[Key]
 ) -> tuple[dict[Key, NDArray[np.int32]], NDArray[np.int64]]:
     """Each box of each tensor to one of its owners, evenly by bytes.
 
@@ -208,6 +213,9 @@ def _assign(
         for key in keys:
             writers[key] = lone.copy() if groups else lone
             size = _itemsize(layouts[key])
+            if key in of_first:
+                np.add.at(loads, lone, np.where(cut.counts > 1, cut.numel, 0) * size)
+                continue
             order = SECTIONS.index(key[0]), key[1]
             choices += [(g.owners.shape[1], -g.numel * size, order, g.first, g, writers[key]) for g in groups]
     choices.sort(key=lambda choice: choice[:4])

@@ -20,7 +20,7 @@ from perdure.engine.saveroot import SaveRoot
 from perdure.errors import RanksError, SaveError
 from perdure.format.collector import collector_paused
 from perdure.format.common import CommonInfo
-from perdure.state.model import frozen_names
+from perdure.state.model import frozen_and_buffers
 
 __all__ = ["Preparer"]
 
@@ -73,11 +73,11 @@ class Preparer:
             leave_out=adapter.kept if adapter is not None else frozenset(),
         )
         training = {**self._training(), **state, **({"base": adapter.record()} if adapter and adapter.kept else {})}
-        plan = self._planner.plan(tensors)
+        frozen, buffers = frozen_and_buffers(self._live.model)
+        plan = self._planner.plan(tensors, buffers)
         if not self._compared:
-            check_replicas(plan, tensors, self._live.model, self._ranks)
+            check_replicas(plan, tensors, buffers, self._ranks)
             self._compared = True
-        frozen = frozen_names(self._live.model)
         root, step = self._save_root.root, progress.global_step
         # A number once used is never used again: what failed may be committed all the same.
         self._save_root.sequence += 1

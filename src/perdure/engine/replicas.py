@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from perdure.engine.load import few
 from perdure.engine.plan import SavePlan
 from perdure.engine.ranks import Ranks
 from perdure.errors import SaveError
-from perdure.state.model import live_tensors
 from perdure.state.shards import NamedTensor
 
 __all__ = ["check_replicas"]
@@ -24,7 +23,7 @@ Place = tuple[int, int]
 """Number of a cut of the plan, number of a box in it."""
 
 
-def check_replicas(plan: SavePlan, tensors: Sequence[NamedTensor], model: nn.Module, ranks: Ranks) -> None:
+def check_replicas(plan: SavePlan, tensors: Sequence[NamedTensor], buffers: Collection[str], ranks: Ranks) -> None:
     """Compares the first and the last elements of parameters and optimizer states that several ranks hold.
 
     Ranks that were never made alike, and parts of a tensor that its ranks take for the whole, differ there too. Buffers
@@ -32,13 +31,14 @@ def check_replicas(plan: SavePlan, tensors: Sequence[NamedTensor], model: nn.Mod
 
     Args:
         tensors: what this rank holds, as planned.
+        buffers: names of the model's buffers.
 
     Raises:
         SaveError: on every rank; some differ. They are named.
     """
     if ranks.size == 1:
         return
-    held = _held_by_others_too(plan, tensors, model, ranks.rank)
+    held = _held_by_others_too(plan, tensors, buffers, ranks.rank)
     told = ranks.exchange(lambda: [(*place, _digest(values.values())) for place, values in held.items()], _DOING)
     if (found := _first_differing(told)) is None:
         return
@@ -69,14 +69,13 @@ def _first_differing(told: Sequence[Sequence[tuple[int, int, int]]]) -> tuple[in
 
 
 def _held_by_others_too(
-    plan: SavePlan, tensors: Sequence[NamedTensor], model: nn.Module, rank: int
+    plan: SavePlan, tensors: Sequence[NamedTensor], buffers: Collection[str], rank: int
 ) -> dict[Place, dict[str, Tensor]]:
     """What this rank has that others have too, by name."""
-    parameters = {name for name, tensor in live_tensors(model).items() if isinstance(tensor, nn.Parameter)}
     compared = {
         (t.section, t.name): t
         for t in tensors
-        if t.section == "optimizer" or (t.section == "model" and t.name in parameters)
+        if t.section == "optimizer" or (t.section == "model" and t.name not in buffers)
     }
     found: dict[Place, dict[str, Tensor]] = defaultdict(dict)
     for number, (cut, keys) in enumerate(plan.cuts):

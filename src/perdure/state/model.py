@@ -13,7 +13,7 @@ from perdure.state.shards import NamedTensor, describe, is_plain
 
 __all__ = [
     "extra_states",
-    "frozen_names",
+    "frozen_and_buffers",
     "live_tensors",
     "model_tensors",
     "named_modules",
@@ -119,10 +119,15 @@ def model_tensors(model: nn.Module, *, values: bool = True) -> list[NamedTensor]
     return [describe("model", name, t, tuple(aliases[name]), values=values) for name, t in tensors.items()]
 
 
-def frozen_names(model: nn.Module) -> frozenset[str]:
-    """The names, as `model_tensors` gives them, of parameters that require no gradient."""
-    live = live_tensors(model).items()
-    return frozenset(name for name, tensor in live if isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
+def frozen_and_buffers(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+    """The names, as `model_tensors` gives them, of parameters that require no gradient, and of buffers."""
+    frozen, buffers = set(), set()
+    for name, tensor in live_tensors(model).items():
+        if not isinstance(tensor, nn.Parameter):
+            buffers.add(name)
+        elif not tensor.requires_grad:
+            frozen.add(name)
+    return frozenset(frozen), frozenset(buffers)
 
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
