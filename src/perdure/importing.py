@@ -31,8 +31,9 @@ class KeyFaults(UsageError):
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """`; did you mean NAME?` for the nearest valid name, or the empty string when none is near."""
-    near = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    by_lower = {each.lower(): each for each in valid}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean {by_lower[near[0]]}?" if near else ""
 
 
 def import_object(path: str) -> Any:

@@ -52,7 +52,7 @@ _LARGEST = 2**63 - 1
 _TYPE_NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _BYTE_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B")
-_VARIABLE = re.compile(r"\$\{?[A-Z_][A-Z0-9_]*\}?")
+_VARIABLE = re.compile(r"\$(\{[^}]*\}?|[A-Z_][A-Z0-9_]*)")
 _UNITS = {"": 1, **{f"{unit}i": 1024**power for power, unit in enumerate("KMGT", 1)}}
 _UNITS |= {unit: 1000**power for power, unit in enumerate("KMGT", 1)}
 
@@ -78,8 +78,8 @@ def _path(value: object) -> object:
         value = os.fspath(value)
     if not isinstance(value, str):
         return value
-    if "\0" in value:
-        raise _expected("a path without NUL characters")
+    if any(ord(each) < 32 for each in value):
+        raise _expected("a path without line breaks and other control characters")
     if is_address(value):
         raise _expected("a path of a mounted file system; addresses are not read or written")
     if (variable := _VARIABLE.search(value)) is not None:
@@ -248,8 +248,11 @@ def wording(error: ErrorDetails) -> str:
 
 
 def _advice(kind: str, value: object) -> str:
-    if kind == "bool_type" and isinstance(value, str) and value.lower() in ("true", "false"):
-        return f"; write {value.lower()} without quotes"
+    if kind == "bool_type" and isinstance(value, str):
+        if value.lower() in ("true", "false"):
+            return f"; write {value.lower()} without quotes"
+        if value.lower() in ("on", "yes", "off", "no"):
+            return f"; write {'true' if value.lower() in ('on', 'yes') else 'false'}"
     if (
         kind in ("int_type", "float_type")
         and isinstance(value, str)

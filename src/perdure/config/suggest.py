@@ -10,14 +10,37 @@ from perdure.config.faults import Fault, Path, key_text
 
 __all__ = ["known_keys", "with_suggestion"]
 
+# What other programs call it.
 _OTHER_NAMES = {
+    "clip_grad": "training.max_norm",
+    "eval_interval": "training.eval_interleaved_steps",
+    "eval_steps": "training.eval_interleaved_steps",
     "keep_checkpoint_max": "checkpoint.save_max",
     "load_checkpoint": "checkpoint.load_path",
     "lr": "lr_scheduler.learning_rate",
+    "max_grad_norm": "training.max_norm",
     "max_steps": "training.steps",
+    "micro_batch_size": "training.local_batch_size",
     "num_steps": "training.steps",
+    "num_workers": "train_dataset.num_parallel_workers",
+    "per_device_train_batch_size": "training.local_batch_size",
+    "resume_from_checkpoint": "checkpoint.load_path",
     "resume_training": "checkpoint.auto_resume",
     "save_checkpoint_steps": "checkpoint.save_interleaved_steps",
+    "save_interval": "checkpoint.save_interleaved_steps",
+    "save_steps": "checkpoint.save_interleaved_steps",
+    "save_total_limit": "checkpoint.save_max",
+    "train_iters": "training.steps",
+}
+_LENGTH = "a run is as long as training.steps says"
+_ACCUMULATION = "it follows from training.global_batch_size, local_batch_size and the number of ranks"
+_NO_KEYS = {
+    "accumulate_grad_batches": _ACCUMULATION,
+    "epochs": _LENGTH,
+    "gradient_accumulation_steps": _ACCUMULATION,
+    "max_epochs": _LENGTH,
+    "num_epochs": _LENGTH,
+    "num_train_epochs": _LENGTH,
 }
 
 
@@ -44,6 +67,8 @@ def with_suggestion(fault: Fault, root: type[Section]) -> Fault:
         return replace(fault, text=f"unknown key; it belongs to {key_text(nearest)}")
     if name in _OTHER_NAMES:
         return replace(fault, text=f"unknown key; it is called {_OTHER_NAMES[name]}")
+    if name in _NO_KEYS:
+        return replace(fault, text=f"unknown key; {_NO_KEYS[name]}")
     near = difflib.get_close_matches(name, [str(path[-1]) for path in keys], n=1, cutoff=0.75)
     if "did you mean" in fault.text or not near:
         return fault

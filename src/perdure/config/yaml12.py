@@ -52,6 +52,10 @@ class Document:
     problems: list[Problem] = field(default_factory=list)
 
 
+# What copying from a page of the web leaves; to YAML it is the beginning of a word.
+_FALSE_SPACE = re.compile(r"^ *([\u00a0\u2000-\u200b\u202f\u3000])", re.MULTILINE)
+
+
 class YAMLText(Exception):
     """Text that is not YAML; nothing can be read from it."""
 
@@ -92,6 +96,11 @@ def parse_override(text: str) -> object:
 
 
 def _compose(text: str) -> Node | None:
+    if (found := _FALSE_SPACE.search(text)) is not None:
+        line, column = text.count("\n", 0, found.start(1)) + 1, found.start(1) - found.start() + 1
+        raise YAMLText(
+            Problem(line, column, f"a line begins with U+{ord(found[1]):04X}, which only looks like a space")
+        )
     try:
         depth = 0
         for event in YAML(typ="safe", pure=True).parse(text):

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from perdure.config.kinds import is_import_path
 from perdure.config.ranks import RankLayout, check_ranks
 from perdure.config.schema import DataloaderConfig, TrainConfig
 from perdure.data.columns import Columns
 from perdure.data.iterable import is_iterable
 from perdure.data.sources.registry import build_source, source_keys
-from perdure.engine.launcher import check_joined
+from perdure.engine.launcher import check_joined, number_told
 from perdure.engine.ranks import Ranks
 from perdure.engine.same_settings import check_same_config, check_same_model
 from perdure.errors import ConfigError, UsageError
-from perdure.importing import KeyFaults, import_object, section_keys
+from perdure.importing import KeyFaults, did_you_mean, import_object, section_keys
 from perdure.models.build import build_model, computes_in_its_own
 from perdure.models.lora import add_adapters
 from perdure.optim.build import build_optimizer
@@ -240,6 +241,11 @@ def callbacks(config: TrainConfig, given: Sequence[Callback]) -> list[Callback]:
     for number, section in enumerate(config.callbacks):
         if section.type in _BUILT_IN:
             continue
+        if section.type not in _REGISTERED and not is_import_path(section.type):
+            known = [*sorted(_BUILT_IN), *_REGISTERED]
+            near = did_you_mean(section.type, known) or f"; known are {', '.join(known)}"
+            text = f"expected a callback or an import path package.module:Object, found {section.type!r}{near}"
+            raise config.fault(f"callbacks[{number}].type", text)
         try:
             target = import_object(_REGISTERED.get(section.type, section.type))
             inspect.signature(target).bind(**section.extras())
@@ -295,7 +301,7 @@ def device(deterministic: bool = False) -> torch.device:
     if deterministic:
         # cuBLAS asks for it, before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    index, count = number_told("LOCAL_RANK") or 0, torch.cuda.device_count()
     if index >= count:
         raise UsageError(
             f"local rank {index} has no CUDA device: there are {count} on this machine",

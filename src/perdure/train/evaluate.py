@@ -95,8 +95,8 @@ class Evaluation:
                     loss(index, model)
         model.train(was_training)
         sums = torch.tensor([float(loss_sum), float(tokens)], dtype=torch.float64) * self._mesh.counts
-        loss, count = self._ranks.sum(sums, "evaluating").tolist()
-        return float(loss / (count or 1.0))
+        total, count = self._ranks.sum(sums, "evaluating").tolist()
+        return float(total / (count or 1.0))
 
     def close(self) -> None:
         """Ends the workers."""

@@ -53,6 +53,20 @@ def test_all_faults_in_one_go_in_the_order_of_the_file(lines: Lines) -> None:
         ("monitor: {log_interval: 1}", "unknown key; it belongs to monitor.tensorboard.log_interval"),
         ("optimizer: {lr: 1}", "optimizer.lr: unknown key; it belongs to lr_scheduler.learning_rate"),
         ("training: {max_steps: 5}", "training.max_steps: unknown key; it is called training.steps"),
+        (
+            "training: {save_steps: 5}",
+            "training.save_steps: unknown key; it is called checkpoint.save_interleaved_steps",
+        ),
+        ("training: {epochs: 5}", "training.epochs: unknown key; a run is as long as training.steps says"),
+        ("checkpoint: {AUTO_RESUME: true}", "checkpoint.AUTO_RESUME: unknown key; did you mean auto_resume?"),
+        (
+            "output_dir: '${oc.env:X}/a'",
+            "${oc.env:X} is not filled in (a shell does so on the command line), found the text '${oc.env:X}/a'",
+        ),
+        (
+            "output_dir: |\n  out\n",
+            "expected a path without line breaks and other control characters, found the text 'out\\n'",
+        ),
         ("trainning: {}", "trainning: unknown key; did you mean training?"),
         ("save_interleaved_step: 5", "unknown key; did you mean checkpoint.save_interleaved_steps?"),
         ("nothing_like_it: 5", "nothing_like_it: unknown key"),

@@ -35,6 +35,12 @@ def test_the_text_false_gets_a_word_about_its_quotes(lines: Lines) -> None:
     assert line.endswith("expected true or false, found the text 'False'; write false without quotes")
 
 
+@pytest.mark.parametrize(("value", "meant"), [("on", "true"), ("Yes", "true"), ("off", "false"), ("NO", "false")])
+def test_what_older_yaml_took_for_a_boolean_is_told_what_to_write(value: str, meant: str, lines: Lines) -> None:
+    (line,) = lines(f"checkpoint: {{auto_resume: {value}}}")
+    assert line.endswith(f"expected true or false, found the text '{value}'; write {meant}")
+
+
 @pytest.mark.parametrize(("value", "expected"), [("10", 10), ("1e1", 10), ("10.0", 10), ("0xa", 10)])
 def test_integers_may_be_written_as_whole_numbers(value: str, expected: int, load: Load) -> None:
     steps = load(f"checkpoint: {{save_interleaved_steps: {value}}}").checkpoint.save_interleaved_steps

@@ -94,6 +94,7 @@ def test_duplicate_keys_are_told_each_with_its_place() -> None:
         ("a: [1", 1, 6, "not YAML"),
         ("a: b: c", 1, 5, "not YAML"),
         ("a: 1\n\tb: 2", 2, 1, "not YAML"),
+        ("a:\n  b: 1\n \u00a0c: 2", 3, 2, "U+00A0, which only looks like a space"),
         ("a: *x", 1, 4, "undefined alias"),
         ("--- 1\n--- 2", 2, 1, "single document"),
         ("a: 1\nb: x\0y", 2, 5, "U+0000"),
