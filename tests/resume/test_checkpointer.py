@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from tests import tiny
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from perdure import CheckpointConfig, Checkpointer
+from perdure import Checkpoint, CheckpointConfig, Checkpointer, PerdureError, Progress, Trainer, verify
 from perdure.catalog.events import read_events
 from perdure.catalog.root import Root
+from perdure.errors import UsageError
 
 
 def opened(path: Path, model: nn.Module, optimizer: Any = None, extra: Any = None, **keys: Any) -> Checkpointer:
@@ -64,3 +67,70 @@ def test_a_mistake_of_code_that_restores_is_never_told_as_damage(tmp_path: Path,
         checkpointer.load()
     checkpointer.close()
     assert not [event for event in read_events(Root(str(tmp_path))) if event.get("event") in ("damage", "fallback")]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"best": float("inf"), "worst": -float("inf"), "range": (1, 2), "by_size": {3: "a"}, "big": 1 << 70},
+        {"numpy": numpy.float32(0.1), "set": {1, 2}, "$tuple": [1], "text": "é"},
+        {},
+    ],
+)
+def test_what_a_program_keeps_beside_comes_back_in_value_and_kind(tmp_path: Path, own: dict[str, Any]) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = AdamW(model.parameters())
+    config = CheckpointConfig(save_path=str(tmp_path), auto_resume=True)
+    with Checkpointer(config, model=model, optimizer=optimizer, training=lambda: own) as checkpointer:
+        checkpointer.save(Progress(1, 1, 1))
+    with Checkpointer(config, model=model, optimizer=optimizer, training=lambda: own) as checkpointer:
+        checkpointer.load()
+        loaded = checkpointer.loaded
+    assert loaded is not None
+    assert {key: repr(loaded.training[key]) for key in own} == {key: repr(value) for key, value in own.items()}
+
+
+@pytest.mark.parametrize(
+    ("own", "what"),
+    [
+        (5, "expected a dictionary by names, found int"),
+        ({1: 2}, "expected a dictionary by names"),
+        *[({key: {}}, f"{key!r} is what a save keeps itself") for key in ("base", "extra", "optimizer", "ranks")],
+        ({"a": {"b": torch.ones(2)}}, "training: a.b: a tensor cannot be saved here"),
+        ({"a": numpy.arange(3)}, "training: a: a tensor cannot be saved here"),
+        ({"a": object()}, "training: a: an object of type builtins.object cannot be saved"),
+    ],
+)
+def test_what_a_program_cannot_keep_beside_is_refused_before_anything_is_written(
+    tmp_path: Path, own: Any, what: str
+) -> None:
+    model = nn.Linear(2, 2)
+    config = CheckpointConfig(save_path=str(tmp_path), auto_resume=True)
+    with (
+        Checkpointer(config, model=model, training=lambda: own) as checkpointer,
+        pytest.raises(PerdureError, match=re.escape(what)),
+    ):
+        checkpointer.save(Progress(1, 1, 1))
+    assert not list(tmp_path.glob("*iteration*"))
+
+
+def test_arguments_of_another_kind_are_told(tmp_path: Path) -> None:
+    model, optimizer = save_steps(tmp_path)
+    other: Any = 5
+    for call in (Trainer, Checkpoint, verify):
+        with pytest.raises(UsageError, match="expected a path, found int"):
+            call(other)
+        with pytest.raises(UsageError, match="without NUL characters"):
+            call("a\0b")
+    nope: Any = "nope"
+    with pytest.raises(UsageError, match="section: expected one of model, optimizer, extra, found 'nope'"):
+        Checkpoint(tmp_path).names(nope)
+    with opened(tmp_path, model, optimizer) as checkpointer:
+        with pytest.raises(UsageError, match="checkpoint_path: expected a path, found int"):
+            checkpointer.load(other)
+        for use in (checkpointer.step, checkpointer.save):
+            with pytest.raises(UsageError, match="progress: expected a Progress, as load"):
+                use(other)
+        checkpointer.load()
+    with pytest.raises(UsageError, match="is closed"):
+        checkpointer.load()

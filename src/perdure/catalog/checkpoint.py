@@ -15,7 +15,7 @@ from perdure.catalog.verify import verify
 from perdure.format.commit import CommitRecord
 from perdure.format.common import HEALTHY, CommonInfo
 from perdure.format.metadata import CheckpointMetadata, Section, TensorRecord
-from perdure.format.names import parse_iteration_dirname
+from perdure.format.names import parse_iteration_dirname, path_text
 from perdure.storage.base import Storage
 from perdure.storage.local import LocalStorage
 
@@ -55,9 +55,10 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str], storage: Storage | None = None) -> None:
         self._storage = storage or LocalStorage()
         self.warnings: list[str] = []
-        foreign = recognise(os.fspath(path), self._storage)
+        path = path_text(path)
+        foreign = recognise(path, self._storage)
         if foreign is not None:
-            choice = choose_foreign(os.fspath(path), foreign, self._storage)
+            choice = choose_foreign(path, foreign, self._storage)
             self.kind, self.path, self.warnings, self.commit = foreign, choice.path, choice.warnings, None
             with self._storage.open_directory(self.path) as directory:
                 self.metadata, self.common, self.ranks = read_foreign(directory, foreign)
@@ -99,7 +100,11 @@ class Checkpoint:
         return os.path.basename(self.path)
 
     def names(self, section: Section = "model") -> list[str]:
-        """Names of the tensors of one section."""
+        """Names of the tensors of one section.
+
+        Raises:
+            UsageError: no such section.
+        """
         return list(self.metadata.section(section))
 
     def tensor_record(self, name: str, section: Section = "model") -> TensorRecord:
@@ -107,6 +112,7 @@ class Checkpoint:
 
         Raises:
             KeyError: no such tensor.
+            UsageError: no such section.
         """
         tensors = self.metadata.section(section)
         if name in tensors:

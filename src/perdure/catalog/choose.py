@@ -11,7 +11,7 @@ from perdure.catalog.events import read_events
 from perdure.catalog.lineage import Links, ancestors, last_save_of, links, newest_by_lineage
 from perdure.catalog.root import GONE, NOT_A_FILE, Iteration, Root, RootListing, TrackerReading, Uncommitted
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, PerdureError, UsageError
-from perdure.format.names import TRACKER, parse_iteration_dirname
+from perdure.format.names import TRACKER, parse_iteration_dirname, path_text
 from perdure.storage.base import Storage
 
 __all__ = ["Choice", "Located", "choose", "decide", "fallback", "locate", "locate_root"]
@@ -50,7 +50,7 @@ def locate(path: str | os.PathLike[str], storage: Storage | None = None) -> Loca
         DamagedCheckpointError, FormatTooNewError: the one iteration asked for, or all there are, can't be read.
         OSError: the storage failed.
     """
-    path = os.fspath(path)
+    path = path_text(path)
     full = os.path.abspath(path)
     root = Root(full, storage)
     expected = f"expected a save root, which has iteration_XXXXXXXX directories and {TRACKER}"

@@ -20,7 +20,7 @@ from perdure.format.commit import CommitRecord
 from perdure.format.digest import BLOCK
 from perdure.format.dtypes import BY_SAFETENSORS
 from perdure.format.metadata import CheckpointMetadata, Section, ShardRecord, TensorRecord
-from perdure.format.names import COMMIT, COMMON, METADATA, TRACKER, parse_iteration_dirname
+from perdure.format.names import COMMIT, COMMON, METADATA, TRACKER, parse_iteration_dirname, path_text
 from perdure.storage.base import Directory, Storage
 
 __all__ = ["Problem", "Report", "check_data", "verify"]
@@ -48,7 +48,7 @@ def verify(
         FormatTooNewError: the iteration asked for was written by a newer version.
         OSError: the root itself could not be read.
     """
-    full = os.path.normpath(os.fspath(path))
+    full = os.path.normpath(path_text(path))
     kind = recognise(full, storage)
     if kind is not None:
         return verify_foreign(full, kind, read_data=read_data, storage=storage, progress=progress)

@@ -19,6 +19,7 @@ from perdure.config.faults import Fault, Origin, Path, config_error, found, key_
 from perdure.config.schema import TrainConfig
 from perdure.config.yaml12 import YAMLText, parse_override, parse_yaml, plain_scalar
 from perdure.errors import ConfigError
+from perdure.format.names import path_text
 
 __all__ = ["dump_config", "load_config", "load_config_mapping"]
 
@@ -43,7 +44,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         ConfigError: every fault of file and overrides in one error, one a line, as `file:line:column: key: fault`
             or `command line: word: fault`.
     """
-    file = os.fspath(path)
+    file = path_text(path, "config")
     faults: list[Fault] = []
     try:
         document = parse_yaml(_read(file))

@@ -19,7 +19,7 @@ _RANK_HERE = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
 
 
 def worker_cpus(nodes: Path = _NODES, pci_devices: Path = _PCI_DEVICES) -> frozenset[int] | None:
-    """The processors of this rank's memory node; None where there is but one node, or the system does not tell.
+    """The processors of this rank's memory node; None where there is but one node, or nobody tells which is the rank's.
 
     It is the node of the rank's CUDA device, or else this machine's ranks are spread over its nodes. Processors
     that the process may not use, and nodes without any, do not count.
@@ -30,7 +30,10 @@ def worker_cpus(nodes: Path = _NODES, pci_devices: Path = _PCI_DEVICES) -> froze
         return None
     near = _node_of_device(pci_devices)
     if near not in usable:
-        rank, ranks = (int(os.environ.get(name, default)) for name, default in _RANK_HERE)
+        told = [os.environ.get(name, default) for name, default in _RANK_HERE]
+        rank, ranks = (int(text) if text.isdecimal() else -1 for text in told)
+        if not 0 <= rank < ranks:
+            return None
         near = sorted(usable)[rank * len(usable) // ranks]
     return frozenset(usable[near])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import uuid
@@ -15,7 +14,7 @@ from torch import nn
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.base import Base
 from perdure.engine.base_load import load_base
-from perdure.engine.launcher import check_joined
+from perdure.engine.launcher import check_joined, number_told
 from perdure.engine.linked import Linkable
 from perdure.engine.live import Live
 from perdure.engine.prepare import Preparer
@@ -45,7 +44,7 @@ class Checkpointer:
         model: parameters and persistent buffers are saved by fully qualified name.
         optimizer: any torch optimizer; its state is saved by parameter name.
         extra: registered objects with `state_dict` and `load_state_dict`, by name.
-        training: called at each save for what else a resume must compare; JSON-able.
+        training: called at each save for what else a resume must compare: a dictionary of what JSON can hold.
         restore_settings: a full load restores parameter-group settings as saved.
         ranks: the job's ranks (default: torch.distributed if it is initialised).
         storage: where bytes live (default: this machine's file system).
@@ -144,7 +143,9 @@ class Checkpointer:
             CheckpointNotFoundError: a path was given and nothing committed is there.
             MismatchError: the checkpoint is of another model, optimizer or layout; nothing was changed.
             DamagedCheckpointError: the contents are not what was written, and no sound parent is left.
+            UsageError: the checkpointer is closed and holds the root no more.
         """
+        self._check_open()
         if self.config.base_load_path:
             self._base = load_base(self.config, self._live, self._save_root, self.ranks, self._say)
         self.loaded = loaded = self._restore().run(checkpoint_path)
@@ -244,10 +245,7 @@ class Checkpointer:
             UsageError: the checkpointer is closed and holds the root no more, or a number of `progress` cannot be.
             RanksError: the ranks are at different places.
         """
-        if self._closed:
-            raise UsageError(
-                f"the checkpointer of {self.path} is closed", hint="save within its `with` block, or make another one"
-            )
+        self._check_open()
         saved_already = _position(progress) == self._last_saved and not self._trained_since
         if not self.config.enable_save or saved_already:
             if wait:
@@ -358,9 +356,16 @@ class Checkpointer:
 
     # ---- the root, and whose it is
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(
+                f"the checkpointer of {self.path} is closed",
+                hint="load and save within its `with` block, or make another one",
+            )
+
     def _local(self) -> LocalStorage:
         """This machine's file system; several ranks of it that hold the same whole tensors read the same."""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
+        here = number_told("LOCAL_WORLD_SIZE", least=1) or self.ranks.size
         whole = not any(hasattr(p, "placements") for p in self._live.model.parameters())
         # Two reading all past the page cache are still as fast as two reading through it.
         return LocalStorage(shared_reads=here > 2 and whole and not self.config.load_balanced)
@@ -373,6 +378,8 @@ class Checkpointer:
 
 def _position(progress: Progress) -> tuple[int, int]:
     """What tells two states of a run apart: after a change of the batch size the step alone doesn't."""
+    if not isinstance(progress, Progress):
+        raise UsageError(f"progress: expected a Progress, as load() gives it, found {type(progress).__name__}")
     return progress.global_step, progress.consumed_samples
 
 

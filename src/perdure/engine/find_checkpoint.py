@@ -12,7 +12,7 @@ from perdure.catalog.root import Iteration, Root
 from perdure.config.schema import CheckpointConfig
 from perdure.engine.saveroot import SaveRoot
 from perdure.errors import CheckpointNotFoundError, UsageError
-from perdure.format.names import parse_iteration_dirname
+from perdure.format.names import parse_iteration_dirname, path_text
 
 __all__ = ["VISIBLE_S", "find_checkpoint", "iteration_named"]
 
@@ -33,7 +33,7 @@ def find_checkpoint(config: CheckpointConfig, save_root: SaveRoot, checkpoint_pa
         DamagedCheckpointError, FormatTooNewError: what there is cannot be read.
         UsageError: path and `auto_resume` contradict each other.
     """
-    path = checkpoint_path or config.load_path
+    path = path_text(checkpoint_path, "checkpoint_path") if checkpoint_path else config.load_path
     own, storage = save_root.iterations(), save_root.root.storage
     kind = recognise(path, storage) if path else None
     if config.auto_resume:

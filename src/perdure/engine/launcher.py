@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
+import threading
 
 from perdure.errors import UsageError
 
-__all__ = ["check_joined", "launched_ranks"]
+__all__ = ["check_joined", "deadline_told", "launched_ranks", "number_told"]
 
 _SETS = "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
 _ALONE = "for a run of this process alone: WORLD_SIZE=1"
@@ -68,6 +70,36 @@ def _refuse_other_launchers() -> None:
                 hint="let it start torchrun once per node, as examples/slurm/train.sbatch does, or set "
                 f"{_SETS} for each process; {_ALONE}",
             )
+
+
+def deadline_told(name: str, default: float) -> float:
+    """The seconds in an environment variable of ours; the default where it is not set.
+
+    Raises:
+        UsageError: they are no positive number.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        raise UsageError(
+            f"the environment variable {name}: expected a positive number of seconds, found {text[:80]!r}",
+            hint=f"{name}={default:g} is the default",
+        )
+    return seconds
+
+
+def number_told(name: str, least: int = 0) -> int | None:
+    """The number in an environment variable that a launcher sets; None where it is not set.
+
+    Raises:
+        UsageError: it is no number from `least` on.
+    """
+    return _number(name, least) if name in os.environ else None
 
 
 def _number(name: str, least: int = 0) -> int:

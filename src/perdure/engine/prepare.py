@@ -11,6 +11,7 @@ from perdure.engine.base import Base
 from perdure.engine.filing import Filing
 from perdure.engine.linked import Linkable, bytes_of
 from perdure.engine.live import Live
+from perdure.engine.own_record import to_record
 from perdure.engine.plan import Planner
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
@@ -64,15 +65,14 @@ class Preparer:
             UnsupportedStateError: something cannot be held; it is named.
             RanksError: the ranks are at different places.
         """
-        common = progress.common()
-        self._agree_on(common)
+        common, own = self._agreed(progress)
         adapter = base if self._config.save_trainable_only else None
         state, tensors = self._live.collect(
             self._ranks,
             with_optimizer=not self._config.no_save_optim,
             leave_out=adapter.kept if adapter is not None else frozenset(),
         )
-        training = {**self._training(), **state, **({"base": adapter.record()} if adapter and adapter.kept else {})}
+        training = {**own, **state, **({"base": adapter.record()} if adapter and adapter.kept else {})}
         frozen, buffers = frozen_and_buffers(self._live.model)
         plan = self._planner.plan(tensors, buffers)
         if not self._compared:
@@ -114,9 +114,19 @@ class Preparer:
             links=links,
         )
 
-    def _agree_on(self, common: CommonInfo) -> None:
-        """A rank that has left out a step, or done one more, is not saved as if it were where rank 0 is."""
-        places = self._ranks.gather([common.global_step, common.consumed_samples], "starting a save")
+    def _agreed(self, progress: Progress) -> tuple[CommonInfo, dict[str, Any]]:
+        """What common.json says, and what the program has kept beside it.
+
+        A rank that has left out a step, or done one more, is not saved as if it were where rank 0 is.
+        """
+        common, own = CommonInfo(), dict[str, Any]()
+
+        def place() -> list[int]:
+            nonlocal common, own
+            common, own = progress.common(), to_record(self._training())
+            return [common.global_step, common.consumed_samples]
+
+        places = self._ranks.exchange(place, "starting a save")
         other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
         if other is not None:
             told = [f"rank {rank} at step {places[rank][0]} with {places[rank][1]} samples" for rank in (0, other)]
@@ -124,3 +134,4 @@ class Preparer:
                 f"nothing was saved, for the ranks are at different places: {', '.join(told)}",
                 hint="call advance() on every rank, with the same numbers",
             )
+        return common, own

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from perdure import errors
+from perdure.engine.launcher import deadline_told, number_told
 from perdure.engine.watch import Phase, Stopped, Watch
 from perdure.errors import PerdureError, RanksError
 from perdure.format.digest import digest_bytes
@@ -28,7 +29,7 @@ from perdure.format.digest import digest_bytes
 __all__ = ["DEADLINE_S", "Ranks", "adopt", "neighbours", "present_watch"]
 
 T = TypeVar("T")
-DEADLINE_S = float(os.environ.get("PERDURE_RANK_DEADLINE", "300"))
+DEADLINE_S = deadline_told("PERDURE_RANK_DEADLINE", 300)
 _HEAD = 1024  # bytes that every rank tells at once, whatever there is to tell
 _REASON_S = 4.0  # how long after a broken connection its reason may become known
 _BROKEN = ("gloo", "nccl", "connection closed by peer", "connection reset", "timed out waiting", "broken pipe")
@@ -308,10 +309,10 @@ def present_watch() -> Watch | None:
 
 def neighbours(rank: int, size: int) -> Sequence[int]:
     """The ranks that may be on this machine: those that torchrun says are, or all of a small job."""
-    local, count = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
+    local, count = number_told("LOCAL_RANK"), number_told("LOCAL_WORLD_SIZE", least=1)
     if local is not None and count is not None:
-        first = rank - int(local)
-        return range(max(first, 0), min(first + int(count), size))
+        first = rank - local
+        return range(max(first, 0), min(first + count, size))
     return range(size) if size <= 64 else ()
 
 

@@ -26,6 +26,7 @@ from perdure.engine.laps import Laps
 from perdure.engine.linked import Linkable, linkable_files
 from perdure.engine.live import Live
 from perdure.engine.load import LoadPlan, check_config, few, held_names, registered_in
+from perdure.engine.own_record import from_record
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.engine.reader import ShardSource
@@ -162,9 +163,11 @@ class Restore:
             content = self._content(directory)
             renamed = self._renamed(content.metadata, iteration.path)
             plan = self._plan(renamed.metadata if renamed else content.metadata, iteration.path, weights_only)
-            files = stack.enter_context(
-                self._ranks.together(lambda: open_shards(directory, content), "opening the shards")
+            training, files = self._ranks.together(
+                lambda: (from_record(content.metadata.training, iteration.path), open_shards(directory, content)),
+                "opening the shards",
             )
+            stack.enter_context(files)
             if renamed is not None:
                 plan.fills = under_old_names(plan.fills, renamed, content.metadata)
             count = self._read(plan, files, content.metadata, (files, content))
@@ -172,7 +175,7 @@ class Restore:
             path=iteration.path,
             root=source.path,
             progress=Progress.from_common(content.common),
-            training=content.metadata.training,
+            training=training,
             weights_only=weights_only,
             sequence=content.commit.sequence,
             lineage=content.commit.lineage,

@@ -8,13 +8,14 @@ import socket
 import time
 
 from perdure.catalog.root import Root
+from perdure.engine.launcher import deadline_told
 from perdure.engine.ranks import Ranks
 from perdure.errors import UsageError
 from perdure.format.names import temporary_name
 
 __all__ = ["check_shared"]
 
-PATIENCE_S = float(os.environ.get("PERDURE_SHARED_DEADLINE", "30"))  # network file systems show a new file late
+PATIENCE_S = deadline_told("PERDURE_SHARED_DEADLINE", 30)  # network file systems show a new file late
 _LIMIT = 64
 
 

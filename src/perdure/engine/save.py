@@ -23,6 +23,7 @@ from perdure.catalog.lock import RootLock
 from perdure.catalog.publish import Staging, discard, publish
 from perdure.catalog.root import Root
 from perdure.engine.filing import ShardFile, Slot
+from perdure.engine.launcher import deadline_told
 from perdure.engine.linked import FROZEN, Linkable
 from perdure.engine.plan import SavePlan, ShardId
 from perdure.engine.ranks import Ranks
@@ -42,7 +43,7 @@ __all__ = ["Identity", "SaveJob"]
 
 _KIND: dict[Section, str] = {"model": "model", "optimizer": "opt", "extra": "extra"}
 _PART_LIMIT = 1 << 30
-SAVE_DEADLINE_S = float(os.environ.get("PERDURE_SAVE_DEADLINE", "3600"))
+SAVE_DEADLINE_S = deadline_told("PERDURE_SAVE_DEADLINE", 3600)
 _PATIENCE_S = 10.0  # for the parts of a save under way when some rank has failed
 
 

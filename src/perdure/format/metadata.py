@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from perdure.errors import DamagedCheckpointError
+from perdure.errors import DamagedCheckpointError, UsageError
 from perdure.format.box import Box, cover_fault, is_line
 from perdure.format.digest import BLOCK, block_count, is_digest, shard_digest
 from perdure.format.dtypes import BY_SAFETENSORS, BY_TORCH
@@ -99,12 +99,18 @@ class CheckpointMetadata(msgspec.Struct, kw_only=True):
     extra: dict[str, TensorRecord] = {}
 
     def section(self, name: Section) -> dict[str, TensorRecord]:
-        """The tensors of one section, by name."""
+        """The tensors of one section, by name.
+
+        Raises:
+            UsageError: there is no such section.
+        """
         sections: dict[Section, dict[str, TensorRecord]] = {
             "model": self.model,
             "optimizer": self.optimizer,
             "extra": self.extra,
         }
+        if name not in sections:
+            raise UsageError(f"section: expected one of {', '.join(SECTIONS)}, found {name!r:.80}")
         return sections[name]
 
     def tensors(self) -> Iterator[tuple[Section, str, TensorRecord]]:

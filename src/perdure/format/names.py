@@ -5,8 +5,11 @@ Parsing is anchored at both ends, so that a name we did not write is never taken
 
 from __future__ import annotations
 
+import os
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from perdure.errors import UsageError
 
 __all__ = [
     "COMMIT",
@@ -27,6 +30,7 @@ __all__ = [
     "parse_tracker",
     "part_filename",
     "partial_dirname",
+    "path_text",
     "removed_dirname",
     "replaced_dirname",
     "shard_filename",
@@ -142,6 +146,21 @@ def part_filename(rank: int) -> str:
 def temporary_name(name: str) -> str:
     """Where a small file is written before it is renamed over `name`."""
     return f".{name}.tmp"
+
+
+def path_text(path: Any, what: str = "path") -> str:
+    """A path that a program was given, as text.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        raise UsageError(f"{what}: expected a path, found {type(path).__name__}") from None
+    if not isinstance(text, str) or "\0" in text:
+        raise UsageError(f"{what}: expected a path as text without NUL characters, found {text!r:.80}")
+    return text
 
 
 def is_address(path: str) -> bool:

@@ -13,6 +13,7 @@ from perdure.catalog.read import ShardFiles, read_iteration
 from perdure.catalog.root import Root
 from perdure.config.schema import CheckpointConfig, TrainConfig
 from perdure.engine.find_checkpoint import find_checkpoint, iteration_named
+from perdure.engine.own_record import from_record
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
 from perdure.engine.restore import check_foreign
@@ -126,6 +127,7 @@ def _own(config: TrainConfig, target: SaveTarget, found: dict[str, Any]) -> Cand
         try:
             with root.open(iteration) as directory:
                 content = read_iteration(directory)
+                training = from_record(content.metadata.training, iteration.path)
                 with contextlib.closing(ShardFiles(directory, content.metadata, content.commit)) as files:
                     files.check()
             break
@@ -144,7 +146,7 @@ def _own(config: TrainConfig, target: SaveTarget, found: dict[str, Any]) -> Cand
         progress=Progress.from_common(content.common),
         ranks=content.commit.ranks,
         weights_only=found["weights_only"],
-        training=content.metadata.training,
+        training=training,
         lineage=content.commit.lineage,
         attempt=content.commit.attempt,
         why="the path names it" if found["named"] else _why(found, "none was saved later"),

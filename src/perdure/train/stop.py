@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from perdure.engine.launcher import deadline_told
 from perdure.engine.watch import Stopped
 
 __all__ = ["SIGNALS", "StopRequest", "Stopped", "listen"]
@@ -20,7 +21,7 @@ __all__ = ["SIGNALS", "StopRequest", "Stopped", "listen"]
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 REPEAT_S = 2.0  # launchers deliver a signal twice
 UNWIND_S = 5.0  # for the main thread to give back what it holds
-DEADLINE_S = float(os.environ.get("PERDURE_STOP_DEADLINE", "600"))
+DEADLINE_S = deadline_told("PERDURE_STOP_DEADLINE", 600)
 ORPHAN_S = 1.0
 
 _active: StopRequest | None = None

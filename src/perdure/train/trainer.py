@@ -398,4 +398,4 @@ class Trainer:
 def _config(given: str | os.PathLike[str] | Mapping[str, Any] | TrainConfig) -> TrainConfig:
     if isinstance(given, TrainConfig):
         return given
-    return load_config_mapping(dict(given)) if isinstance(given, Mapping) else load_config(os.fspath(given))
+    return load_config_mapping(dict(given)) if isinstance(given, Mapping) else load_config(given)

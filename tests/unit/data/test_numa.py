@@ -42,6 +42,15 @@ def test_ranks_are_spread_over_the_nodes(
     assert worker_cpus(nodes) == cpus
 
 
+@pytest.mark.parametrize(("rank", "ranks"), [("2", "2"), ("", "2"), ("one", "2"), ("0", "0"), ("-1", "2")])
+def test_a_rank_that_cannot_be_is_bound_to_no_node(
+    nodes: Path, monkeypatch: pytest.MonkeyPatch, rank: str, ranks: str
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert worker_cpus(nodes) is None
+
+
 def test_processors_that_are_not_ours_do_not_count(nodes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {2, 3, 4})
     assert worker_cpus(nodes) == {2, 3}

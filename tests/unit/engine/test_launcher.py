@@ -9,6 +9,7 @@ from torch import nn
 
 from perdure import CheckpointConfig, Checkpointer, Trainer
 from perdure.engine.launcher import check_joined, launched_ranks
+from perdure.engine.ranks import neighbours
 from perdure.errors import UsageError
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS", "SLURM_PROCID")
@@ -74,3 +75,12 @@ def test_ranks_that_have_not_joined_do_not_train_alone(tmp_path: Path, monkeypat
     assert not (tmp_path / "out").exists()
     told(monkeypatch, {"WORLD_SIZE": "2"})
     check_joined(2)  # however they have joined
+
+
+@pytest.mark.parametrize("text", ["", "two", "0", "-2", "2.0"])
+def test_a_number_of_ranks_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+    told(monkeypatch, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": text})
+    with pytest.raises(UsageError, match="the environment variable LOCAL_WORLD_SIZE: expected a number from 1 on"):
+        neighbours(0, 2)
+    with pytest.raises(UsageError, match="LOCAL_WORLD_SIZE"):
+        Checkpointer(CheckpointConfig(save_path=str(tmp_path)), model=nn.Linear(1, 1))
