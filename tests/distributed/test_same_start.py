@@ -17,7 +17,7 @@ from . import forked
 
 def trainer(folder: Path, rank: int, model: nn.Module | None = None, length: int = 37, **sections: Any) -> Trainer:
     """A run of two ranks; what hosts may have otherwise differs always."""
-    own = {"num_parallel_workers": rank, "prefetch_size": 1 + rank, "dataloader": {"shuffle": True}}
+    own = {"num_parallel_workers": rank, "prefetch_size": 1 + rank, "dataloader": {"shuffle": True, "path": [f"/data{rank}"]}}
     callbacks = sections.pop("callbacks", [])
     config = tiny.config(folder / "out", 2, **sections) | {"train_dataset": own, "callbacks": callbacks}
     return Trainer(config, model=model or tiny.Net(), train_dataset=tiny.Noisy(length), compute_loss_func=tiny.loss_of)

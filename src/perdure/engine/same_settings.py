@@ -41,7 +41,7 @@ def check_same_config(config: Section, ranks: Ranks, under: str = "") -> None:
     Raises:
         ConfigError: on every rank, with the keys that differ and their values by rank.
     """
-    told = {key: text for key, text in _flat(config, under) if key not in _MAY_DIFFER}
+    told = {key: text for key, text in _flat(config, under) if key.partition("[")[0] not in _MAY_DIFFER}
     if found := ranks.compare(told, "comparing the configurations of the ranks"):
         raise ConfigError(
             f"the ranks were started with different configurations: {_sentence(found)}",
