@@ -66,7 +66,7 @@ class StopRequest:
         self.signal, self._importing = 0, importing
         self._first = self._alive = 0.0
         self._starting, self._raised = True, False
-        self._reached = False
+        self._reached = self._over = False
         self._parent = os.getppid()
         self._launched = "TORCHELASTIC_RUN_ID" in os.environ
         self._pid = os.getpid()
@@ -120,8 +120,12 @@ class StopRequest:
             signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
             for known, handler in before.items():
                 signal.signal(known, handler if handler is not None else signal.SIG_DFL)
-            os.close(writer)  # the thread reads the end of it
+            # Told by a byte: the end of the pipe never comes where a process that was forked meanwhile holds it open.
+            self._over = True
+            with contextlib.suppress(BlockingIOError):
+                os.write(writer, b"\0")
             thread.join()
+            os.close(writer)
             os.close(reader)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -150,14 +154,13 @@ class StopRequest:
         orphan_since = 0.0
         while True:
             if poll.poll(1000 * ORPHAN_S if self.signal or self._launched else None):
-                numbers = os.read(reader, 256)
-                if not numbers:
-                    return
-                for number in numbers:
+                for number in os.read(reader, 256):
                     if number in SIGNALS:
                         if self.signal and time.monotonic() - self._first > REPEAT_S:
                             os._exit(128 + number)
                         self._note(number)
+                if self._over:
+                    return
             now = time.monotonic()
             if self.signal and self._starting and now - self._first > UNWIND_S:
                 os._exit(128 + self.signal)

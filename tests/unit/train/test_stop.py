@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -65,3 +69,17 @@ def test_a_signal_in_the_middle_of_an_import_ends_the_process_at_once(tmp_path: 
     )
     assert ended.returncode == 143, ended.stderr
     assert "SIGTERM: stopping before the first step" in ended.stderr
+
+
+def test_a_process_that_was_forked_meanwhile_and_lives_on_holds_nothing_up() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with listen():
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            child.start()
+    try:
+        assert child.is_alive()
+        assert not [thread for thread in threading.enumerate() if thread.name == "perdure-signals"]
+    finally:
+        child.kill()
+        child.join()
