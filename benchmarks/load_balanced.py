@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from perdure import CheckpointConfig, Checkpointer, Progress
-from perdure.engine import forward
+from perdure.engine import segment
 
 
 def build(gib: float) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -63,7 +63,7 @@ def work(rank: int, ranks: int, store: str, root: str, gib: float, rounds: int, 
     bytes_read: dict[str, int] = {}
     for turn in range(rounds + 1):
         for name in ("one rank", "everyone reads", "balanced", "balanced, process group"):
-            forward._SHARED = "/nowhere" if "group" in name else "/dev/shm"
+            segment._SHARED = "/nowhere" if "group" in name else "/dev/shm"
             if rank == 0:
                 drop_caches()
             dist.barrier()

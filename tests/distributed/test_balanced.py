@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from perdure import CheckpointConfig, Checkpointer, Progress
-from perdure.engine import forward
+from perdure.engine import segment
 from perdure.errors import DamagedCheckpointError, RanksError
 from perdure.format.names import METADATA
 from perdure.format.safetensors import header_length
@@ -108,7 +108,7 @@ CASES: dict[str, tuple[str, int, tuple[int, ...]]] = {
 
 def pass_on(by: str) -> None:
     """Blocks go through shared memory, where it is, or over the process group."""
-    forward._SHARED = "/dev/shm" if by == "memory" else "/nowhere"
+    segment._SHARED = "/dev/shm" if by == "memory" else "/nowhere"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -66,7 +66,7 @@ def test_units_are_what_several_need_and_everything_is_read_once(
     metadata, fills = case
     listing = Listing(metadata)
     needs = [listing.needed(each) for each in fills]
-    parts = [listing.part(block) for block in range(listing.blocks)]
+    parts = listing.parts(np.arange(listing.blocks))
     assert [part.size for part in parts] == listing.block_sizes().tolist()
     stored = sum(record.nbytes for record in metadata.model.values())
     assert sum(part.size for part in parts) == stored
@@ -84,8 +84,10 @@ def test_units_are_what_several_need_and_everything_is_read_once(
     division = divide(listing, [np.packbits(each).tobytes() for each in needs])
     passed: Counter[int] = Counter()
     read = [0] * len(fills)
-    for number, unit in enumerate(division.units):
-        assert unit.number == number
+    turns: Counter[int] = Counter()
+    for unit in division.units:
+        assert unit.turn == turns[unit.reader]
+        turns[unit.reader] += 1
         assert unit.reader in unit.needed_by
         own_parts = [parts[block] for block in unit.blocks]
         assert sum(part.size for part in own_parts) <= BLOCK

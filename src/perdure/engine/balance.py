@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from perdure.engine.demand import Listing, Part, Unit, divide
-from perdure.engine.destinations import as_dtype, copy_overlap, in_place, overlap
-from perdure.engine.forward import SLOTS, Forward
+from perdure.engine.destinations import as_dtype, copy_overlap, in_place, meets
+from perdure.engine.forward import Forward
 from perdure.engine.ranks import Ranks
 from perdure.engine.reader import Fill, ShardSource, read_tensors
+from perdure.engine.segment import SLOTS
 from perdure.engine.writer import memory_of
 from perdure.errors import DamagedCheckpointError
 from perdure.format.box import boxes_of_run
@@ -95,31 +96,29 @@ class _Work:
     def run(self, units: Sequence[Unit], forward: Forward, pool: ThreadPoolExecutor) -> None:
         """Takes the units in order, reading those of this rank ahead."""
         own = iter([unit for unit in units if unit.reader == self._rank])
-        reads: deque[Future[int]] = deque()
-        turn = 0
+        reads: deque[tuple[list[Part], Future[int]]] = deque()
 
         def read_ahead() -> None:
             unit = next(own, None)
             if unit is not None:
-                reads.append(pool.submit(self._read, self._parts(unit), forward.slot(turn + len(reads))))
+                parts = self._listing.parts(unit.blocks)
+                reads.append((parts, pool.submit(self._read, parts, forward.slot(unit.turn))))
 
         for _ in range(SLOTS - 1):
             read_ahead()
         for unit in units:
             if unit.reader == self._rank:
+                parts, read = reads.popleft()
                 try:
-                    self.bytes_read += reads.popleft().result()
+                    self.bytes_read += read.result()
                 except Exception as error:
                     self.error = self.error or error
-                others = [rank for rank in unit.needed_by if rank != self._rank]
-                size = sum(part.size for part in self._parts(unit))
-                forward.pass_on(turn, size, unit.number, others, self._failed)
-                turn += 1
+                forward.pass_on(unit, _size(parts), self._failed)
                 read_ahead()
+                self._take(parts, forward.slot(unit.turn))
             else:
-                parts = self._parts(unit)
-                size = sum(part.size for part in parts)
-                if not forward.take(unit.number, unit.reader, size, partial(self._take, parts)):
+                parts = self._listing.parts(unit.blocks)
+                if not forward.take(unit, _size(parts), partial(self._take, parts)):
                     self._stopped = True
         forward.finish()
 
@@ -128,11 +127,8 @@ class _Work:
         """Whether this load has failed, here or on a rank that said so."""
         return self.error is not None or self._stopped
 
-    def _parts(self, unit: Unit) -> list[Part]:
-        return [self._listing.part(block) for block in unit.blocks.tolist()]
-
     def _read(self, parts: list[Part], slot: Tensor) -> int:
-        """Reads a unit, checks it, and takes what this rank needs of it; how many bytes were read."""
+        """Reads a unit and checks it; how many bytes were read."""
         if self._failed:
             return 0
         for begin, end, reader, offset in self._ranges(parts):
@@ -148,11 +144,10 @@ class _Work:
             if self._verify and expected and digest_bytes(memory_of(slot[at : at + part.size])) != expected:
                 raise self._damage(part, f"block {number} is not what was written ({expected} expected)")
             at += part.size
-        self._place(parts, slot)
         return at
 
     def _take(self, parts: list[Part], data: Tensor) -> None:
-        """Takes what this rank needs of a unit that another one has read; an error is kept for the end."""
+        """Takes what this rank needs of a unit; an error is kept for the end."""
         try:
             if not self._failed:
                 self._place(parts, data)
@@ -179,19 +174,19 @@ class _Work:
         for part in parts:
             box, dtype = part.shard.box, BY_SAFETENSORS[part.record.dtype]
             stored: torch.dtype = getattr(torch, dtype.torch)
-            bytes_ = data[at : at + part.size]
-            at += part.size
             for piece in self._pieces.get((part.section, part.name), ()):
-                if overlap(box, piece.box) is None:
-                    continue
                 if piece.box == box and in_place(piece.tensor, stored):
-                    ctypes.memmove(piece.tensor.data_ptr() + part.start, bytes_.data_ptr(), part.size)
-                    continue
-                values, first = as_dtype(bytes_, stored), part.start // dtype.itemsize
-                for inner, begin in boxes_of_run(box, first, part.size // dtype.itemsize):
-                    run = values[begin - first :][: inner.numel]
-                    copy_overlap(run.reshape(inner.shape), inner, piece)
+                    ctypes.memmove(piece.tensor.data_ptr() + part.start, data.data_ptr() + at, part.size)
+                elif meets(box, piece.box):
+                    values, first = as_dtype(data[at : at + part.size], stored), part.start // dtype.itemsize
+                    for inner, begin in boxes_of_run(box, first, part.size // dtype.itemsize):
+                        copy_overlap(values[begin - first :][: inner.numel].reshape(inner.shape), inner, piece)
+            at += part.size
 
     def _damage(self, part: Part, what: str) -> DamagedCheckpointError:
         file, name = self._source.file_name(part.shard), part.name
         return DamagedCheckpointError(f"{file}: {name[:300]}: {what}", file=file, tensor=name)
+
+
+def _size(parts: Sequence[Part]) -> int:
+    return sum(part.size for part in parts)

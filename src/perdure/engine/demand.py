@@ -84,14 +84,17 @@ class Listing:
         sizes[self.firsts + self.counts - 1] = self.sizes - (self.counts - 1) * BLOCK
         return sizes
 
-    def part(self, block: int) -> Part:
-        """One block as a part of its shard."""
-        number = int(np.searchsorted(self.firsts, block, side="right")) - 1
-        tensor, position = int(self._owner[number]), int(self._position[number])
-        start = (block - int(self.firsts[number])) * BLOCK
-        section, name, record = self._tensors[tensor]
-        size = min(BLOCK, int(self.sizes[number]) - start)
-        return Part(section, name, record, self._shards[tensor][position], start, size)
+    def parts(self, blocks: Ints) -> list[Part]:
+        """Each of these blocks as a part of its shard."""
+        numbers = self.firsts.searchsorted(blocks, side="right") - 1
+        starts = (blocks - self.firsts[numbers]) * BLOCK
+        sizes = np.minimum(self.sizes[numbers] - starts, BLOCK)
+        columns = (each.tolist() for each in (self._owner[numbers], self._position[numbers], starts, sizes))
+        found = []
+        for tensor, position, start, size in zip(*columns, strict=True):
+            section, name, record = self._tensors[tensor]
+            found.append(Part(section, name, record, self._shards[tensor][position], start, size))
+        return found
 
     def needed(self, fills: Iterable[Fill]) -> NDArray[np.bool_]:
         """Which of all blocks some pieces need."""
@@ -110,6 +113,8 @@ class Listing:
 
     def alone(self, fills: Iterable[Fill], shared: NDArray[np.bool_]) -> list[Fill]:
         """The fills with those of their shards only that are not shared."""
+        if shared.all():
+            return []
         found = []
         for fill in fills:
             tensor = self._keys[fill.section, fill.name]
@@ -166,10 +171,13 @@ def _runs(outer: Box, inner: Box) -> tuple[Ints, int]:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is read at once by one rank for all that need it: a block, or small shards that follow each other."""
+    """What is read at once by one rank for all that need it: a block, or small shards that follow each other.
 
-    number: int
+    `turn` says how many its reader has read before.
+    """
+
     reader: int
+    turn: int
     needed_by: tuple[int, ...]
     blocks: Ints
 
@@ -206,14 +214,23 @@ def divide(listing: Listing, needs: Sequence[bytes]) -> Division:
     alone = np.where(of_shared, 0, sizes)
     loads = np.array([np.dot(np.unpackbits(row, count=total), alone) for row in bits], dtype=np.int64)
     units: list[Unit] = []
+    turns = [0] * len(needs)
     blocks = np.flatnonzero(of_shared & (demand > 0))
     files = np.repeat(listing.files, listing.counts)
     for start in range(0, len(blocks), _AT_ONCE):
-        _add_units(units, blocks[start : start + _AT_ONCE], bits, files, sizes, loads)
+        _add_units(units, blocks[start : start + _AT_ONCE], bits, files, sizes, loads, turns)
     return Division(shared, units)
 
 
-def _add_units(units: list[Unit], blocks: Ints, bits: NDArray[np.uint8], files: Ints, sizes: Ints, loads: Ints) -> None:
+def _add_units(
+    units: list[Unit],
+    blocks: Ints,
+    bits: NDArray[np.uint8],
+    files: Ints,
+    sizes: Ints,
+    loads: Ints,
+    turns: list[int],
+) -> None:
     """Packs blocks of one file that the same ranks need into units, and gives each to a rank."""
     owners = bits[:, blocks >> 3] >> (7 - (blocks & 7)).astype(np.uint8) & 1
     differ = (owners[:, 1:] != owners[:, :-1]).any(axis=0) | (files[blocks[1:]] != files[blocks[:-1]])
@@ -226,5 +243,6 @@ def _add_units(units: list[Unit], blocks: Ints, bits: NDArray[np.uint8], files: 
             after = min(max(int(np.searchsorted(ends, before + BLOCK, side="right")), begin + 1), end)
             reader = int(ranks[loads[ranks].argmin()])
             loads[reader] += int(ends[after - 1]) - before
-            units.append(Unit(len(units), reader, tuple(ranks.tolist()), blocks[begin:after]))
+            units.append(Unit(reader, turns[reader], tuple(ranks.tolist()), blocks[begin:after]))
+            turns[reader] += 1
             begin = after

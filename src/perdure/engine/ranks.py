@@ -8,6 +8,7 @@ ends the other ranks too (engine/watch.py). A job of one process makes no exchan
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,6 +32,7 @@ __all__ = ["DEADLINE_S", "Ranks", "adopt", "neighbours", "present_watch"]
 T = TypeVar("T")
 DEADLINE_S = deadline_told("PERDURE_RANK_DEADLINE", 300)
 _HEAD = 1024  # bytes that every rank tells at once, whatever there is to tell
+_LOOK_S = 0.25  # how often one that waits in shared memory looks whether the others live
 _REASON_S = 4.0  # how long after a broken connection its reason may become known
 _BROKEN = ("gloo", "nccl", "connection closed by peer", "connection reset", "timed out waiting", "broken pipe")
 _watch: Watch | None = None
@@ -128,7 +130,7 @@ class Ranks:
     def _all_gather(self, data: bytes, size: int) -> list[bytes]:
         """Up to `size` bytes of every rank, filled up to `size`."""
         mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
-        parts = [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
+        parts = [torch.empty(size, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
         dist.all_gather(parts, mine, group=self._group)
         return [part.numpy().tobytes() for part in parts]
 
@@ -193,10 +195,10 @@ class Ranks:
         if self.size == 1:
             return data
         with self._exchange(doing):
-            size = torch.tensor([len(data)])
+            size = torch.tensor([len(data)], device="cpu")
             dist.broadcast(size, group=self._group, group_src=0)
             held = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.is_first and data else None
-            held = torch.empty(int(size), dtype=torch.uint8) if held is None else held
+            held = torch.empty(int(size), dtype=torch.uint8, device="cpu") if held is None else held
             dist.broadcast(held, group=self._group, group_src=0)
         return held.numpy().tobytes()
 
@@ -215,6 +217,24 @@ class Ranks:
     def _finish(self, work: Any, held: Tensor, doing: str) -> None:
         with self._exchange(doing, of_all=False):
             work.wait()
+
+    def await_near(self, ready: Callable[[float], bool], doing: str) -> None:
+        """Waits for what another rank of this machine does in memory that both see.
+
+        Args:
+            ready: waits so many seconds for it; tells whether it has come.
+
+        Raises:
+            RanksError: a rank failed, or it did not come in time.
+        """
+        if ready(0.0):
+            return
+        end = time.monotonic() + self.deadline_s
+        with self.phase.at(doing, waiting=True, counts=False):
+            while not ready(_LOOK_S):
+                self.check()
+                if time.monotonic() > end:
+                    raise self._lost(doing, TimeoutError("timed out"))
 
     # ---- failures outside of an exchange
 

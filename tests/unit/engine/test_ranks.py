@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perdure.engine.ranks import Ranks
-from perdure.errors import SaveError
+from perdure.errors import RanksError, SaveError
 
 lengths = st.integers(0, 20) | st.integers(990, 1040) | st.integers(3000, 3010)
 
@@ -68,3 +68,11 @@ def test_an_error_goes_along_with_what_is_told(length: int) -> None:
 
 def test_all_have_the_result_of_the_first() -> None:
     assert on_all(3, lambda ranks: ranks.decide(lambda: f"of {ranks.rank}", "deciding", str)) == ["of 0"] * 3
+
+
+def test_what_never_comes_is_waited_for_until_the_deadline() -> None:
+    asked: list[float] = []
+    with pytest.raises(RanksError, match=r"waited for the other ranks while passing on.*within 0\.1 s"):
+        Ranks(deadline_s=0.1).await_near(lambda seconds: asked.append(seconds) or False, "passing on")
+    assert len(asked) > 1
+    Ranks(deadline_s=0.1).await_near(lambda seconds: True, "passing on")
