@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from perdure.engine.segment import Segment
 
 
 @pytest.fixture
-def own() -> Segment:
+def own() -> Iterator[Segment]:
     made = Segment.make(3, True)
     if not made.path:
         pytest.skip("no shared memory here")
-    return made
+    yield made
+    made.hide()
+    made.close()
 
 
 def test_another_process_sees_what_was_written_before_a_post(own: Segment) -> None:
@@ -44,16 +47,12 @@ def test_another_process_sees_what_was_written_before_a_post(own: Segment) -> No
     assert not own.taken(2).wait(0.0)
     assert not own.told(1).wait(0.0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    own.hide()
-    own.close()
 
 
 def test_waiting_ends_in_time(own: Segment) -> None:
     began = time.monotonic()
     assert not own.told(0).wait(0.05)
     assert time.monotonic() - began > 0.04
-    own.hide()
-    own.close()
 
 
 def test_only_the_memory_meant_is_opened_and_nothing_stays_behind(own: Segment) -> None:
@@ -62,7 +61,6 @@ def test_only_the_memory_meant_is_opened_and_nothing_stays_behind(own: Segment) 
     own.hide()
     assert not os.path.exists(own.path)
     assert Segment.open(own.path, own.mark, 3) is None
-    own.close()
 
 
 @pytest.mark.parametrize("why", ["unwished", "nowhere"])
