@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ import pytest
 import torch
 from tests import tiny
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import ASGD, LBFGS, AdamW, Optimizer, RMSprop
 
-from perdure import Checkpoint, CheckpointConfig, Checkpointer, PerdureError, Progress, Trainer, verify
+from perdure import Checkpoint, CheckpointConfig, Checkpointer, PerdureError, Progress, RandomState, Trainer, verify
 from perdure.catalog.events import read_events
 from perdure.catalog.root import Root
 from perdure.errors import UsageError
@@ -134,3 +136,96 @@ def test_arguments_of_another_kind_are_told(tmp_path: Path) -> None:
         checkpointer.load()
     with pytest.raises(UsageError, match="is closed"):
         checkpointer.load()
+
+
+@contextlib.contextmanager
+def default_device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def optimizers(model: nn.Module) -> list[Optimizer]:
+    parameters = list(model.parameters())
+    return [
+        AdamW(parameters, lr=torch.tensor(0.1)),
+        RMSprop(parameters, momentum=0.9),
+        ASGD(parameters),
+        LBFGS(parameters),
+    ]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_memory_is_asked_for_where_it_belongs_whatever_the_default_device(tmp_path: Path, number: int) -> None:
+    model = tiny.Net()
+    optimizer = optimizers(model)[number]
+    for seed in range(2):
+        closed(model, optimizer, seed)
+    other = tiny.Net()
+    restored = optimizers(other)[number]
+    # Nothing is ever computed there.
+    with default_device("meta"):
+        with opened(tmp_path, model, optimizer, {"random": RandomState()}) as checkpointer:
+            checkpointer.save(Progress(1, 2, 2))
+        with opened(tmp_path, other, restored, {"random": RandomState()}, verify_on_load="first") as checkpointer:
+            checkpointer.load()
+    closed(model, optimizer, 2)
+    closed(other, restored, 2)
+    assert tiny.same(tiny.weights(model), tiny.weights(other))
+
+
+def closed(model: nn.Module, optimizer: Optimizer, seed: int) -> None:
+    """A step of any optimizer."""
+
+    def loss() -> Any:
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        value: Any = model(torch.randn(2, 4)).square().mean()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_what_was_loaded_where_nothing_is_trained_can_be_trained(tmp_path: Path, mode: Any) -> None:
+    model, optimizer = save_steps(tmp_path)
+    other = tiny.Net()
+    restored = AdamW(other.parameters(), lr=0.1)
+    with mode(), opened(tmp_path, other, restored) as checkpointer:
+        checkpointer.load()
+    trained(model, optimizer)
+    trained(other, restored)
+    assert tiny.same(tiny.weights(model), tiny.weights(other))
+    with torch.inference_mode():
+        frozen = tiny.Net()
+        with opened(tmp_path, frozen, AdamW(frozen.parameters(), lr=0.1)) as checkpointer:
+            checkpointer.load()
+    assert tiny.same(tiny.weights(frozen), saved_weights(tmp_path))
+
+
+def saved_weights(root: Path) -> dict[str, torch.Tensor]:
+    model = tiny.Net()
+    with opened(root, model, AdamW(model.parameters()), enable_save=False) as checkpointer:
+        checkpointer.load()
+    return tiny.weights(model)
+
+
+def test_what_a_load_found_is_told_to_a_loop_of_ones_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save_steps(tmp_path)
+    told = capfd.readouterr().err
+    assert not told
+    model = tiny.Net()
+    optimizer = AdamW(model.first.parameters(), lr=0.1)
+    with opened(tmp_path, model, optimizer, {"ema": tiny.Recorder()}) as checkpointer:
+        checkpointer.load()
+    told = capfd.readouterr().err
+    assert f"resumed from {tmp_path}/iteration_00000002: step 2, sample 4" in told
+    assert "2 parameters are frozen; their optimizer state is kept: last.weight, last.bias" in told
+    assert "`ema` is not in the checkpoint" in told
+    keys = {"auto_resume": False, "load_path": str(tmp_path), "no_load_optim": True, "enable_save": False}
+    with opened(tmp_path, model, optimizer, **keys) as checkpointer:
+        checkpointer.load()
+    assert "iteration_00000002: step 0, sample 0; weights only: step 0" in capfd.readouterr().err

@@ -79,7 +79,7 @@ def open_dcp(path: str | os.PathLike[str], *, optimizer_type: str = "AdamW") -> 
     for key, entry in index.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             _check_chunks(directory, key, entry)
-            value: Any = torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
+            value: Any = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device="cpu")
             if value.numel():
                 tensors[value.data_ptr()] = (value, key, entry)
         elif isinstance(entry, BytesStorageMetadata):
@@ -152,7 +152,7 @@ def _read_tensor(directory: str, index: Metadata, key: str, entry: TensorStorage
         if piece.shape == entry.size:
             return piece
         if whole is None:
-            whole = torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
+            whole = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device="cpu")
         whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = piece
     assert whole is not None
     return whole
@@ -261,7 +261,10 @@ def _optimizer(state: State, loaders: dict[str, Item]) -> dict[str, Any]:
             states[parameter]["step"] = placeholder(items[shared])
             loaders[f"optimizer.state.{parameter}.step"] = items[shared]
     groups = [
-        {**from_json(group["settings"], lambda reference: torch.tensor(0)), "params": list(group["params"])}
+        {
+            **from_json(group["settings"], lambda reference: torch.tensor(0, device="cpu")),
+            "params": list(group["params"]),
+        }
         for group in described.get("groups", [])
     ]
     return {"optimizer": {"state": states, "param_groups": groups}}

@@ -187,7 +187,7 @@ def _with_torch_step(items: list[Item], training: dict[str, Any]) -> list[Item]:
 
 def _item(files: ShardFiles, renamed: Renamed, section: Section, name: str, record: TensorRecord) -> Item:
     def load_box(box: Box) -> Tensor:
-        tensor = torch.empty(box.shape, dtype=getattr(torch, BY_SAFETENSORS[record.dtype].torch))
+        tensor = torch.empty(box.shape, dtype=getattr(torch, BY_SAFETENSORS[record.dtype].torch), device="cpu")
         fill = Fill(section, name, record, (Piece(box, tensor),))
         read_tensors(files, under_old_names([fill], renamed, files.metadata), threads=1)
         return tensor
@@ -209,7 +209,7 @@ def logical(item: Item, tensor: Tensor) -> Tensor:
 def placeholder(item: Item) -> Tensor:
     """A tensor of the logical dtype and shape whose memory is never touched, and so never taken."""
     shape = item.shape[:-1] if item.logical.startswith("complex") else item.shape
-    return torch.empty(shape, dtype=getattr(torch, item.logical or BY_SAFETENSORS[item.dtype].torch))
+    return torch.empty(shape, dtype=getattr(torch, item.logical or BY_SAFETENSORS[item.dtype].torch), device="cpu")
 
 
 @contextlib.contextmanager

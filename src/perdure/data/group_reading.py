@@ -121,7 +121,7 @@ class SharedLoader(SteppedLoader):
             raise (DataError if kind == "data" else UsageError)(f"rank {self._source}: {message}", hint=hint)
 
         def tensor(dtype: str, shape: list[int]) -> Tensor:
-            empty = torch.empty(shape, dtype=getattr(torch, dtype))
+            empty = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
             self._broadcast(_bytes_of(empty))
             return empty
 
@@ -133,10 +133,12 @@ class SharedLoader(SteppedLoader):
     def _broadcast_header(self, header: bytes) -> bytes:
         """The header that the reading rank gives."""
         content = bytearray(header)
-        size = torch.tensor([len(content)])
+        size = torch.tensor([len(content)], device="cpu")
         self._broadcast(size)
         received = (
-            torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(int(size), dtype=torch.uint8)
+            torch.frombuffer(content, dtype=torch.uint8)
+            if content
+            else torch.empty(int(size), dtype=torch.uint8, device="cpu")
         )
         self._broadcast(received)
         return received.numpy().tobytes()
@@ -169,7 +171,7 @@ def _encoded(header: Any) -> bytes:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    return tensor.view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _taken_apart(value: Any) -> tuple[Any, list[Tensor]]:

@@ -64,7 +64,7 @@ class Streams:
         self._python_next = watched.getrandbits(64)
         generator = torch.Generator()
         generator.manual_seed(self._KEY)
-        self._number = torch.empty((), dtype=torch.int64)
+        self._number = torch.empty((), dtype=torch.int64, device="cpu")
         self._number.random_(generator=generator)
         self._torch_state = generator.get_state()
         self._torch_next = int(self._number.random_(generator=generator))

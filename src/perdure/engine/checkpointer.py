@@ -46,6 +46,7 @@ class Checkpointer:
         extra: registered objects with `state_dict` and `load_state_dict`, by name.
         training: called at each save for what else a resume must compare: a dictionary of what JSON can hold.
         restore_settings: a full load restores parameter-group settings as saved.
+        tell_loads: say in one line what was loaded, and what of it is worth knowing.
         ranks: the job's ranks (default: torch.distributed if it is initialised).
         storage: where bytes live (default: this machine's file system).
         default_path: stands for an empty `save_path`.
@@ -67,6 +68,7 @@ class Checkpointer:
         extra: Mapping[str, Any] | None = None,
         training: Callable[[], dict[str, Any]] = dict,
         restore_settings: bool = True,
+        tell_loads: bool = True,
         ranks: Ranks | None = None,
         storage: Storage | None = None,
         default_path: str = "./output/checkpoint",
@@ -85,7 +87,7 @@ class Checkpointer:
         self._last_saved, self._trained_since, self._closed = (-1, -1), False, False
         self.last_stall_s = self.last_save_s = 0.0
         self._say = say or (print_line if self.ranks.is_first else lambda line: None)
-        self._restore_settings = restore_settings
+        self._restore_settings, self._tell_loads = restore_settings, tell_loads
         self._live = Live(model, optimizer, extra or {})
         self.attempt = attempt or self.ranks.decide(lambda: uuid.uuid4().hex[:12], "agreeing on the attempt")
         self._save_root = SaveRoot(
@@ -166,7 +168,10 @@ class Checkpointer:
         self._save_root.event(
             "load", path=loaded.path, step=loaded.progress.global_step, sequence=loaded.sequence, notes=loaded.notes
         )
-        return Progress() if loaded.weights_only else loaded.progress
+        progress = Progress() if loaded.weights_only else loaded.progress
+        if self._tell_loads:
+            self._say(loaded.told(f"step {progress.global_step}, sample {progress.consumed_samples}", ()))
+        return progress
 
     def go_back(self, position: int, **why: Any) -> Progress | None:
         """Loads the newest healthy checkpoint of this run from before a stream position; the run goes on from there.

@@ -275,7 +275,7 @@ class _Worker:
         """This thread's buffer of at least `size` bytes, used again; what it held is kept when it grows."""
         buffer: Tensor | None = getattr(self._local, "buffer", None)
         if buffer is None or buffer.numel() < size:
-            grown = torch.empty(max(size, min(size * 2, SLAB + BLOCK)), dtype=torch.uint8)
+            grown = torch.empty(max(size, min(size * 2, SLAB + BLOCK)), dtype=torch.uint8, device="cpu")
             if buffer is not None:
                 grown[: buffer.numel()] = buffer
             self._local.buffer = buffer = grown

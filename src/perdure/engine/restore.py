@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import or_
 from typing import Any
+
+import torch
 
 from perdure.catalog.choose import fallback
 from perdure.catalog.events import mark_damaged
@@ -74,6 +76,20 @@ class Loaded:
     model_tensors: frozenset[str] = frozenset()
     links: dict[str, Linkable] = field(default_factory=dict)
 
+    def told(self, place: str, notes: Sequence[str], phases: str = "") -> str:
+        """One line, human and complete: what was loaded from where, what is worth knowing, bytes and seconds.
+
+        Args:
+            place: where the run goes on.
+            phases: on what the seconds went.
+        """
+        whole = ["weights only: step 0, first sample, fresh optimizer"] if self.weights_only else []
+        return (
+            f"{'started from' if self.weights_only else 'resumed from'} {self.path}: {place}"
+            + "".join(f"; {note}" for note in (*self.notes, *whole, *notes))
+            + f" ({self.bytes_read / 2**20:,.1f} MiB in {self.seconds:.2f} s{phases and '; '}{phases})"
+        )
+
 
 class Restore:
     """One load into live objects, agreed on by all ranks.
@@ -103,6 +119,12 @@ class Restore:
     def run(self, checkpoint_path: str | None) -> Loaded | None:
         """What was loaded, or None for a fresh start."""
         started, self._laps = time.monotonic(), Laps()
+        # State that is made here is trained on, wherever it is loaded; weights of an inference stay as they are.
+        inference = any(parameter.is_inference() for parameter in self._live.model.parameters())
+        with torch.inference_mode(inference):
+            return self._run(checkpoint_path, started)
+
+    def _run(self, checkpoint_path: str | None, started: float) -> Loaded | None:
         found = self._ranks.decide(
             lambda: find_checkpoint(self._config, self._save_root, checkpoint_path),
             "looking for a checkpoint",

@@ -99,7 +99,7 @@ class Staging:
         if self._memory is None or self._memory.numel() < size or self._memory.is_pinned() < pinned:
             self._memory = None
             if pinned:
-                raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+                raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=True)
                 begin = -raw.data_ptr() % ALIGNMENT
                 self._memory = raw[begin : begin + size]
             else:

@@ -91,5 +91,5 @@ def _room(name: str, parameter: Tensor, record: TensorRecord) -> NamedTensor:
     if tuple(record.shape) != shape or record.logical:
         return describe("optimizer", name, blank(record))
     dtype: torch.dtype = getattr(torch, BY_SAFETENSORS[record.dtype].torch)
-    own = tuple(Piece(p.box, torch.zeros(p.box.shape, dtype=dtype)) for p in pieces)
+    own = tuple(Piece(p.box, torch.zeros(p.box.shape, dtype=dtype, device="cpu")) for p in pieces)
     return NamedTensor("optimizer", name, record.dtype, "", shape, own)

@@ -32,7 +32,7 @@ def setting_tensor(value: Tensor, where: str) -> Any:
 
 def _read_tensor(inline: Any) -> Tensor:
     read = from_json(inline, _read_tensor, "optimizer: a setting")
-    return torch.tensor(read["values"], dtype=getattr(torch, read["dtype"])).reshape(read["shape"])
+    return torch.tensor(read["values"], dtype=getattr(torch, read["dtype"]), device="cpu").reshape(read["shape"])
 
 
 def group_settings(

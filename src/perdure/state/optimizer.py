@@ -162,10 +162,10 @@ def _collect_value(name: str, value: Any, tensors: list[NamedTensor], values: di
         if value.dim() == 0 and not hasattr(value, "placements") and value.device.type == "cpu":
             values[name] = {"kind": "host"}
     elif type(value) is int and abs(value) < 1 << 63:
-        tensors.append(describe("optimizer", name, torch.tensor(value, dtype=torch.int64)))
+        tensors.append(describe("optimizer", name, torch.tensor(value, dtype=torch.int64, device="cpu")))
         values[name] = {"kind": "int"}
     elif type(value) is float:
-        tensors.append(describe("optimizer", name, torch.tensor(value, dtype=torch.float64)))
+        tensors.append(describe("optimizer", name, torch.tensor(value, dtype=torch.float64, device="cpu")))
         values[name] = {"kind": "float"}
     else:
         where = f"optimizer: {name}"

@@ -236,7 +236,7 @@ class _Room:
         number = self._numbers.get(source)
         if number is None:
             # Other programs count steps in whole numbers, maybe of shape [1]; torch in one float32 number.
-            number = torch.zeros(record.shape, dtype=torch.float32) if kind == "step" else blank(record)
+            number = torch.zeros(record.shape, dtype=torch.float32, device="cpu") if kind == "step" else blank(record)
             self._numbers[source] = number
             self.targets.append(_target(source, number))
         return number

@@ -67,7 +67,7 @@ class RandomState:
         version, internal, gauss = random.getstate()
         name, keys, position, has_gauss, cached = numpy.random.get_state()
         state: dict[str, Any] = {
-            "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
+            "python": [version, torch.tensor(internal, dtype=torch.int64, device="cpu"), gauss],
             "numpy": [
                 name,
                 torch.from_numpy(numpy.asarray(keys).astype("int64")),

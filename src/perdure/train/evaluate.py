@@ -94,7 +94,7 @@ class Evaluation:
                 for index in range(len(micro_batches)):
                     loss(index, model)
         model.train(was_training)
-        sums = torch.tensor([float(loss_sum), float(tokens)], dtype=torch.float64) * self._mesh.counts
+        sums = torch.tensor([float(loss_sum), float(tokens)], dtype=torch.float64, device="cpu") * self._mesh.counts
         total, count = self._ranks.sum(sums, "evaluating").tolist()
         return float(total / (count or 1.0))
 

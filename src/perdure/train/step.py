@@ -174,6 +174,7 @@ class TrainStep:
         shared = torch.tensor(
             [*(value * self._mesh.counts for value in mine), square, *(float(asked == each) for each in SIGNALS)],
             dtype=torch.float64,
+            device="cpu",
         )
         self._ranks.sum(shared, "finishing a step")
         loss, count, low, high, square, *wishes = shared.tolist()
@@ -233,7 +234,7 @@ class TrainStep:
         elsewhere = {id(tied.parameter) for tied in self._parallel.tied if not tied.counts}
         owners = [self._owner(p) for p in tables if id(p) not in elsewhere]
         square = own_square([p.grad for p in owners if p.grad is not None], self._mesh)
-        shared = torch.tensor([square], dtype=torch.float64)
+        shared = torch.tensor([square], dtype=torch.float64, device="cpu")
         return math.sqrt(float(self._ranks.sum(shared, "looking at the embeddings")))
 
 

@@ -153,6 +153,7 @@ class Trainer:
                 extra=registered(self._extra, self._callbacks, self.loader),
                 training=self._training_record,
                 restore_settings=False,
+                tell_loads=False,
                 ranks=self.ranks,
                 default_path=os.path.join(config.output_dir, "checkpoint"),
                 before_commit=self._logbook.sync,
@@ -189,10 +190,8 @@ class Trainer:
     def _go_on_from(self, loaded: Loaded, saved: Progress) -> None:
         """Puts state, data, health and loss scale where the checkpoint left them, and says so."""
         state = self.state
-        notes = list(loaded.notes)
-        if loaded.weights_only:
-            notes.append("weights only: step 0, first sample, fresh optimizer")
-        else:
+        notes: list[str] = []
+        if not loaded.weights_only:
             with understood(loaded.path):
                 point = resume_point(saved, loaded.training, Wish.of(self.config), self.loader.identity())
                 state.skipped_steps, state.consecutive_skipped_steps = loaded.training.get("skipped_steps", (0, 0))
@@ -219,12 +218,8 @@ class Trainer:
                 self.console.say(f"warning: {warning}")
             if loaded.ranks != self.ranks.size:
                 notes.append(f"saved by {loaded.ranks} rank{'s' * (loaded.ranks != 1)}, loaded by {self.ranks.size}")
-        self.console.say(
-            f"{'started from' if loaded.weights_only else 'resumed from'} {loaded.path}: step {state.global_step}, "
-            f"sample {state.consumed_samples}, epoch {state.epoch_num}"
-            + "".join(f"; {note}" for note in notes)
-            + f" ({loaded.bytes_read / 2**20:,.1f} MiB in {loaded.seconds:.2f} s; {self._laps})"
-        )
+        at = f"step {state.global_step}, sample {state.consumed_samples}, epoch {state.epoch_num}"
+        self.console.say(loaded.told(at, notes, str(self._laps)))
 
     def _training_record(self) -> dict[str, Any]:
         """What metadata.json keeps for a resume to compare."""
