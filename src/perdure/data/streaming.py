@@ -87,7 +87,7 @@ class StreamFetcher:
     def _read(self, task: StreamTask) -> tuple[Any, list[int], Any] | Failure:
         if task.begin is not None:
             try:
-                self._begin(task.begin)
+                self._begin(task.begin, next(_positions([*task.before, *task.runs])))
             except Exception as error:
                 what = "going on from its state" if task.begin.get("state") is not None else "beginning"
                 return failure(error, self._name, f"{what} at stream position {task.begin.get('position', 0)}")
@@ -121,11 +121,13 @@ class StreamFetcher:
             return failure(error, self._name, f"taking its state after stream position {position}")
         return data, ids, state
 
-    def _begin(self, state: Mapping[str, Any]) -> None:
+    def _begin(self, state: Mapping[str, Any], position: int) -> None:
         self._epoch = int(state.get("epoch", 0))
-        self._start_epoch(state.get("state"))
+        self._start_epoch(position, state.get("state"))
 
-    def _start_epoch(self, state: Any = None) -> None:
+    def _start_epoch(self, position: int, state: Any = None) -> None:
+        # Beginning may draw an order, or read a first sample already.
+        seed_cpu(self._keys.sample(position))
         # A copy each time: what has been iterated, or given a state, would not start from its beginning again.
         try:
             self._current = copy.copy(self._dataset)
@@ -148,7 +150,7 @@ class StreamFetcher:
             return next(self._iterator)
         except StopIteration:
             self._epoch += 1
-            self._start_epoch()
+            self._start_epoch(position)
         seed_cpu(self._keys.sample(position))
         try:
             return next(self._iterator)
