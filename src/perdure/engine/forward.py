@@ -34,14 +34,16 @@ class Forward:
     def __init__(self, ranks: Ranks, share_memory: bool = True) -> None:
         self._ranks = ranks
         self._own = Segment.make(ranks.size, share_memory)
-        told: list[tuple[str, bytes]] = ranks.gather((self._own.path, self._own.mark), _DOING)
-        self._seen = [
-            None if rank == ranks.rank else Segment.open(path, mark, ranks.size)
-            for rank, (path, mark) in enumerate(told)
-        ]
-        sees: list[list[bool]] = ranks.gather([segment is not None for segment in self._seen], _DOING)
+        try:
+            told: list[tuple[str, bytes]] = ranks.gather((self._own.path, self._own.mark), _DOING)
+            self._seen = [
+                None if rank == ranks.rank else Segment.open(path, mark, ranks.size)
+                for rank, (path, mark) in enumerate(told)
+            ]
+            sees: list[list[bool]] = ranks.gather([segment is not None for segment in self._seen], _DOING)
+        finally:
+            self._own.hide()
         self._near = [row[ranks.rank] for row in sees]
-        self._own.hide()
         self._scratch: Tensor | None = None
         self._busy: deque[list[Callable[[], None]]] = deque()
         self._settled = 0
