@@ -7,8 +7,9 @@ contiguous, no holes; the header is padded with spaces so that data start on a 4
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -32,9 +33,10 @@ __all__ = [
 ALIGNMENT = 4096
 HEADER_LIMIT = 100_000_000  # the safetensors library's own cap
 _RESERVED = "__metadata__"
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
-class Entry(NamedTuple):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One tensor in a file: its bytes are file[data_start + begin : data_start + end].
 
     A dtype that only others store is given as we hold it: stored dtype, shape in those, and `logical`.
@@ -53,6 +55,21 @@ class Header(NamedTuple):
     data_start: int
     entries: dict[str, Entry]
     text: dict[str, str]
+
+
+class _Listed(msgspec.Struct, gc=False):
+    """An entry as it stands in a header."""
+
+    dtype: str
+    shape: tuple[_Count, ...]
+    data_offsets: tuple[_Count, _Count]
+
+
+_DECODE_TABLE = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_DECODE_ENTRY = msgspec.json.Decoder(_Listed).decode
+_DECODE_TEXT = msgspec.json.Decoder(dict[str, str]).decode
+# What a decoder says of bytes that it doesn't take.
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError)
 
 
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Entry]:
@@ -119,20 +136,21 @@ def parse_header(data: bytes, size: int, file: str) -> Header:
     """
     start = len(data)
     try:
-        table = msgspec.json.decode(data[8:])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        table = _DECODE_TABLE(memoryview(data)[8:])
+    except msgspec.ValidationError:
+        raise DamagedCheckpointError(f"{file}: header is not an object", file=file) from None
+    except _MALFORMED as error:
         raise DamagedCheckpointError(f"{file}: header is not JSON: {error}", file=file) from None
-    if not isinstance(table, dict):
-        raise DamagedCheckpointError(f"{file}: header is not an object", file=file)
-    text = table.pop(_RESERVED, {})
-    if not isinstance(text, dict) or not all(isinstance(v, str) for v in text.values()):
-        raise DamagedCheckpointError(f"{file}: header: {_RESERVED} is not a map of strings", file=file)
-    entries = {key: _entry(key, value, file) for key, value in table.items()}
+    try:
+        text = _DECODE_TEXT(table.pop(_RESERVED, b"{}"))
+    except _MALFORMED:
+        raise DamagedCheckpointError(f"{file}: header: {_RESERVED} is not a map of strings", file=file) from None
+    entries = {key: _entry(key, listed, file) for key, listed in table.items()}
     at = 0
-    for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.begin != at:
+    for begin, end, key in sorted([(entry.begin, entry.end, key) for key, entry in entries.items()]):
+        if begin != at:
             raise DamagedCheckpointError(f"{file}: header: {key[:300]}: a hole or overlap at byte {at}", file=file)
-        at = entry.end
+        at = end
     if start + at != size:
         raise DamagedCheckpointError(
             f"{file}: {size} bytes on disk, but its header describes {start + at}",
@@ -142,17 +160,21 @@ def parse_header(data: bytes, size: int, file: str) -> Header:
     return Header(start, entries, text)
 
 
-def _entry(key: str, value: Any, file: str) -> Entry:
+def _entry(key: str, listed: msgspec.Raw, file: str) -> Entry:
     try:
-        dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
-        numbers = [*shape, begin, end]
-        sound = isinstance(dtype, str) and isinstance(shape, list)
-        sound = sound and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
-        held = as_held(dtype, tuple(shape)) if sound else None
-        if held is not None and end - begin == prod(held[1]) * BY_SAFETENSORS[held[0]].itemsize:
+        entry = _DECODE_ENTRY(listed)
+        begin, end = entry.data_offsets
+        held = _held(entry.dtype, entry.shape)
+        if held is not None and end - begin == held[3]:
             return Entry(held[0], held[1], begin, end, held[2])
-    except (KeyError, TypeError, ValueError):
+    except _MALFORMED:
         pass
-    raise DamagedCheckpointError(
-        f"{file}: header: {key[:300]}: not a valid entry: {str(value)[:120]}", file=file, tensor=key
-    )
+    shown = bytes(listed)[:120].decode(errors="replace")
+    raise DamagedCheckpointError(f"{file}: header: {key[:300]}: not a valid entry: {shown}", file=file, tensor=key)
+
+
+@lru_cache(maxsize=4096)
+def _held(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], str, int] | None:
+    """What `as_held` says, and how many bytes that is."""
+    held = as_held(dtype, shape)
+    return None if held is None else (*held, prod(held[1]) * BY_SAFETENSORS[held[0]].itemsize)
