@@ -23,7 +23,7 @@ _DIRECT_ALIGNMENT = 4096
 _LARGE = 1 << 20
 _BOUNCE = 2 << 20
 # The page cache is asked once about so much of a file, by so many pages: asked about all, it takes as long as a read.
-_WINDOW = 32 << 20
+_WINDOW = 256 << 20
 _SAMPLES = 16
 _THREAD = threading.local()
 _AT_FDCWD = -100
