@@ -186,6 +186,21 @@ def test_changed_data_stop_the_start_with_both_identities_and_the_ways_on(tmp_pa
         assert word in str(caught.value)
 
 
+def test_a_split_that_is_drawn_anew_at_each_start_is_changed_data(tmp_path: Path) -> None:
+    def split(seed: int) -> Any:
+        return torch.utils.data.random_split(tiny.Noisy(), [30, 7], torch.Generator().manual_seed(seed))[0]
+
+    for steps in (5, 8):
+        tiny.trainer(tmp_path, steps, data=split(1)).train()
+    with pytest.raises(DataError, match=r"are not those that the checkpoint was trained on:\n  fingerprint"):
+        tiny.trainer(tmp_path, 9, data=split(2)).train()
+
+
+def test_a_lazy_module_is_told_to_have_no_shape_yet(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"the model's 0\.weight has no shape yet"):
+        tiny.trainer(tmp_path, 2, model=lambda: nn.Sequential(nn.LazyLinear(1))).train()
+
+
 def test_another_order_of_the_same_data_is_changed_data(tmp_path: Path) -> None:
     tiny.trainer(tmp_path, 5).train()
     with pytest.raises(DataError, match=r"(?s)shuffle: True -> False.*ignore_data_skip"):

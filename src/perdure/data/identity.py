@@ -5,7 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["differences", "has_grown"]
+from perdure.format.digest import digest_bytes
+
+__all__ = ["differences", "has_grown", "identity_of"]
+
+
+def identity_of(dataset: Any, name: str, length: int | None) -> dict[str, Any]:
+    """What a data set is: `type`, `length`, `fingerprint` (None where unknown), and what it says of itself.
+
+    Args:
+        name: what its class is called.
+    """
+    own = getattr(dataset, "identity", None)
+    if callable(own):
+        return {"type": name, "length": length, "fingerprint": None, **own()}
+    return {"type": name, "length": length, "fingerprint": _fingerprint(dataset)}
+
+
+def _fingerprint(dataset: Any) -> str | None:
+    """Of torch's views of other data sets, which are known without reading a sample: a split that is drawn anew at each
+    start has other samples every time."""
+    # Here, as audits compare identities without torch and numpy.
+    import numpy as np
+    from torch.utils.data import ConcatDataset, Subset
+
+    if isinstance(dataset, Subset):
+        inner, order = [dataset.dataset], np.asarray(dataset.indices, dtype=np.int64).tobytes()
+    elif isinstance(dataset, ConcatDataset):
+        inner, order = list(dataset.datasets), b""
+    else:
+        return None
+    parts = [sorted(identity_of(each, type(each).__qualname__, len(each)).items()) for each in inner]
+    return digest_bytes(order + repr(parts).encode())
 
 
 def differences(
@@ -26,6 +57,10 @@ def differences(
         return []
     if grown and has_grown(saved, present):
         saved = {**saved, "length": present["length"], "fingerprint": present.get("fingerprint")}
+    if saved.get("fingerprint") is None:
+        # Nobody knew one then.
+        present = {**present, "fingerprint": None}
+        saved = {**saved, "fingerprint": None}
     keys = [*saved, *(key for key in present if key not in saved)]
     return [
         f"{key}: {_shown(saved.get(key))} -> {_shown(present.get(key))}"

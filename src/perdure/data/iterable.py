@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from perdure.data.collate import stack_samples
+from perdure.data.identity import identity_of
 from perdure.data.loader import check_workers, name_of
 from perdure.data.reading import ReadingLoader
 from perdure.data.record import StreamRecord
@@ -127,9 +128,7 @@ class IterableLoader(ReadingLoader):
 
     def identity(self) -> dict[str, Any]:
         """What the data are: `type`, no length, `fingerprint` (None where unknown), and what the data set adds."""
-        own = getattr(self._dataset, "identity", None)
-        given = dict(own()) if callable(own) else {}
-        return {"type": self._name, "length": None, "fingerprint": None, **given}
+        return identity_of(self._dataset, self._name, None)
 
     def record(self) -> StreamRecord:
         """How positions make up steps; the samples at them cannot be computed."""

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from perdure.data.collate import stack_samples
 from perdure.data.fetch import Fetcher, Task, where
 from perdure.data.growth import GrownOrder, Stretches
-from perdure.data.identity import differences
+from perdure.data.identity import differences, identity_of
 from perdure.data.order import MAX_LENGTH, EpochOrder, Order
 from perdure.data.reading import ReadingLoader
 from perdure.data.record import StreamRecord
@@ -121,9 +121,7 @@ class ResumableLoader(ReadingLoader):
 
     def identity(self) -> dict[str, Any]:
         """What the data are: `type`, `length`, `fingerprint` (None where unknown), and what a source adds."""
-        own = getattr(self._dataset, "identity", None)
-        given = dict(own()) if callable(own) else {}
-        return {"type": self._name, "length": self.length, "fingerprint": None, **given}
+        return identity_of(self._dataset, self._name, self.length)
 
     def record(self) -> StreamRecord:
         """All that decides which sample stands where, for the ledger."""

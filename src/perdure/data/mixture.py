@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from perdure.data.identity import identity_of
 from perdure.data.order import EpochOrder, permuted
 from perdure.errors import DataError, UsageError
 from perdure.format.keys import MASK, check_seed, derive, is_whole
@@ -107,7 +108,7 @@ class Mixture:
             "type": "Mixture",
             "length": len(self),
             "fingerprint": None,
-            "sources": [_identity(dataset) for dataset in self.datasets],
+            "sources": [identity_of(dataset, type(dataset).__qualname__, len(dataset)) for dataset in self.datasets],
             "weights": [[at, [str(weight) for weight in weights]] for at, weights in self.schedule],
         }
 
@@ -274,9 +275,3 @@ def _built(item: Any) -> Any:
     if not isinstance(item.get("type"), str):
         raise UsageError(f"datasets: each entry needs a `type`, but has only {', '.join(map(str, item))}")
     return build_source(item["type"], keys)
-
-
-def _identity(dataset: Any) -> dict[str, Any]:
-    own = getattr(dataset, "identity", None)
-    given = dict(own()) if callable(own) else {}
-    return {"type": type(dataset).__qualname__, "length": len(dataset), "fingerprint": None, **given}

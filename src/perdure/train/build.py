@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from perdure.config.kinds import is_import_path
 from perdure.config.ranks import RankLayout, check_ranks
@@ -149,6 +150,12 @@ def network(
             add_adapters(model, adapters)
     except KeyFaults as faults:
         raise config.faults(faults.faults) from faults
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise UsageError(
+                f"the model's {name} has no shape yet, as its module is a lazy one",
+                hint="run a batch through the model first, or give the module its sizes",
+            )
     if ranks is not None:
         check_same_model(model, ranks)
     return model
