@@ -18,7 +18,7 @@ from torch.optim import ASGD, LBFGS, AdamW, Optimizer, RMSprop
 from perdure import Checkpoint, CheckpointConfig, Checkpointer, PerdureError, Progress, RandomState, Trainer, verify
 from perdure.catalog.events import read_events
 from perdure.catalog.root import Root
-from perdure.errors import UsageError
+from perdure.errors import UnsupportedStateError, UsageError
 
 
 def opened(path: Path, model: nn.Module, optimizer: Any = None, extra: Any = None, **keys: Any) -> Checkpointer:
@@ -229,3 +229,43 @@ def test_what_a_load_found_is_told_to_a_loop_of_ones_own(tmp_path: Path, capfd: 
     with opened(tmp_path, model, optimizer, **keys) as checkpointer:
         checkpointer.load()
     assert "iteration_00000002: step 0, sample 0; weights only: step 0" in capfd.readouterr().err
+
+
+def test_a_load_waits_for_the_save_under_way(tmp_path: Path) -> None:
+    model, optimizer = save_steps(tmp_path)
+    with opened(tmp_path, model, optimizer, async_save=True) as checkpointer:
+        progress = checkpointer.load()
+        trained(model, optimizer)
+        progress.advance(global_batch_size=2)
+        before = tiny.weights(model)
+        checkpointer.save(progress)
+        assert checkpointer.load() == progress
+        assert tiny.same(before, tiny.weights(model))
+        trained(model, optimizer)
+        progress.advance()
+        checkpointer.step(progress)
+    assert tiny.numbers(tmp_path) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", [numpy.int64, torch.tensor, bool])
+def test_numbers_of_any_integer_type_say_where_a_run_is(tmp_path: Path, kind: Any) -> None:
+    model = tiny.Net()
+    optimizer = AdamW(model.parameters())
+    with opened(tmp_path, model, optimizer) as checkpointer:
+        checkpointer.save(Progress(kind(1), kind(1), kind(1)))
+    with opened(tmp_path, model, optimizer) as checkpointer:
+        assert checkpointer.load() == Progress(1, 1, 1)
+    assert verify(tmp_path, read_data=True).ok
+
+
+def test_weights_without_memory_are_told_with_the_way_on(tmp_path: Path) -> None:
+    save_steps(tmp_path)
+    with torch.device("meta"):
+        empty = tiny.Net()
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    for model, hint in ((empty, "to_empty"), (lazy, "call the model once on an example")):
+        with (
+            opened(tmp_path, model, AdamW(model.parameters())) as checkpointer,
+            pytest.raises(UnsupportedStateError, match=hint),
+        ):
+            checkpointer.load()

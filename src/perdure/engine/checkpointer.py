@@ -146,8 +146,10 @@ class Checkpointer:
             MismatchError: the checkpoint is of another model, optimizer or layout; nothing was changed.
             DamagedCheckpointError: the contents are not what was written, and no sound parent is left.
             UsageError: the checkpointer is closed and holds the root no more.
+            SaveError: a background save was under way and failed.
         """
         self._check_open()
+        self.wait()
         if self.config.base_load_path:
             self._base = load_base(self.config, self._live, self._save_root, self.ranks, self._say)
         self.loaded = loaded = self._restore().run(checkpoint_path)

@@ -78,7 +78,7 @@ class Preparer:
         if not self._compared:
             check_replicas(plan, tensors, buffers, self._ranks)
             self._compared = True
-        root, step = self._save_root.root, progress.global_step
+        root, step = self._save_root.root, common.global_step
         # A number once used is never used again: what failed may be committed all the same.
         self._save_root.sequence += 1
         sequence = self._save_root.sequence

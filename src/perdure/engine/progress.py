@@ -101,7 +101,7 @@ class Progress:
 def _whole(name: str, value: Any, least: int = 0) -> int:
     """A number of any integer type."""
     try:
-        number = index(value)
+        number = int(index(value))
     except TypeError:
         number = -1
     if not least <= number <= MAX_ITERATION:

@@ -12,6 +12,7 @@ from operator import or_
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from perdure.catalog.choose import fallback
 from perdure.catalog.events import mark_damaged
@@ -120,7 +121,7 @@ class Restore:
         """What was loaded, or None for a fresh start."""
         started, self._laps = time.monotonic(), Laps()
         # State that is made here is trained on, wherever it is loaded; weights of an inference stay as they are.
-        inference = any(parameter.is_inference() for parameter in self._live.model.parameters())
+        inference = any(not is_lazy(p) and p.is_inference() for p in self._live.model.parameters())
         with torch.inference_mode(inference):
             return self._run(checkpoint_path, started)
 

@@ -116,9 +116,10 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _refuse(section: Section, name: str, tensor: Tensor, values: bool) -> None:
-    why = None
+    why, hint = None, "convert it to an ordinary dense tensor before saving, or leave it out of the state"
     if is_lazy(tensor):
         why = "it is not initialised yet (a lazy module that has seen no input)"
+        hint = "call the model once on an example before saving or loading"
     elif tensor.is_nested:
         why = "it is a nested tensor"
     elif tensor.layout is not torch.strided:
@@ -127,6 +128,7 @@ def _refuse(section: Section, name: str, tensor: Tensor, values: bool) -> None:
         why = "it is quantized"
     elif values and tensor.device.type == "meta":
         why = "it is on the meta device, without values"
+        hint = "give the model memory before saving or loading: model.to_empty(device='cpu')"
     elif dtype_name(tensor.dtype) not in BY_TORCH:
         why = f"its dtype is {dtype_name(tensor.dtype)}, which safetensors cannot hold"
     elif hasattr(tensor, "placements"):
@@ -139,10 +141,7 @@ def _refuse(section: Section, name: str, tensor: Tensor, values: bool) -> None:
     if why is None and not _encodable(name):
         why = "its name is not valid Unicode"
     if why is not None:
-        raise UnsupportedStateError(
-            f"{section}: {name[:300]!r} cannot be saved: {why}",
-            hint="convert it to an ordinary dense tensor before saving, or leave it out of the state",
-        )
+        raise UnsupportedStateError(f"{section}: {name[:300]!r} cannot be held in a checkpoint: {why}", hint=hint)
 
 
 def layout_name(tensor: Tensor) -> str:
