@@ -196,6 +196,18 @@ def test_a_split_that_is_drawn_anew_at_each_start_is_changed_data(tmp_path: Path
         tiny.trainer(tmp_path, 9, data=split(2)).train()
 
 
+@pytest.mark.parametrize(("total", "told"), [(6, "is 0 from step 7 to the last, 9"), (8, ""), (9, ""), (40, "")])
+def test_steps_without_a_rate_are_warned_about(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], total: int, told: str
+) -> None:
+    tiny.trainer(tmp_path, 9, lr_scheduler={"total_steps": total}).train()
+    rates = [row[2] for row in tiny.trace(tmp_path)]
+    assert [step for step, rate in enumerate(rates, 1) if rate == 0 and step > 1] == list(range(total + 1, 10))
+    err = capfd.readouterr().err
+    assert told in err
+    assert ("warning" in err) == bool(told)
+
+
 def test_a_lazy_module_is_told_to_have_no_shape_yet(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"the model's 0\.weight has no shape yet"):
         tiny.trainer(tmp_path, 2, model=lambda: nn.Sequential(nn.LazyLinear(1))).train()

@@ -29,6 +29,7 @@ def _fingerprint(dataset: Any) -> str | None:
     import numpy as np
     from torch.utils.data import ConcatDataset, Subset
 
+    inner: list[Any]
     if isinstance(dataset, Subset):
         inner, order = [dataset.dataset], np.asarray(dataset.indices, dtype=np.int64).tobytes()
     elif isinstance(dataset, ConcatDataset):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -179,10 +180,15 @@ def policy_dtype(config: TrainConfig, given: nn.Module | None, mesh: Mesh) -> to
     return known[compute]
 
 
-def optimizer_and_schedule(config: TrainConfig, model: nn.Module, given: Any, mesh: Mesh) -> tuple[Any, Rate]:
+def optimizer_and_schedule(
+    config: TrainConfig, model: nn.Module, given: Any, mesh: Mesh, say: Callable[[str], None] = lambda line: None
+) -> tuple[Any, Rate]:
     """The optimizer, and the learning rate at (step, consumed samples, batch size).
 
     An optimizer that was passed keeps the ratios of its groups' rates to `lr_scheduler.learning_rate`.
+
+    Args:
+        say: is told of a run whose last steps would have no rate.
     """
     if given is not None and config.lora_config is not None:
         raise config.fault("lora_config", "the optimizer that was passed does not know the adapters")
@@ -228,7 +234,22 @@ def optimizer_and_schedule(config: TrainConfig, model: nn.Module, given: Any, me
     def rate(step: int, samples: int, size: int) -> float:
         return schedule.rate(global_step=step, consumed_samples=samples, global_batch_size=size)
 
+    if idle := _idle_from(config, rate):
+        say(f"warning: the learning rate is 0 from step {idle} to the last, {config.training.steps} (lr_scheduler)")
     return optimizer, rate
+
+
+def _idle_from(config: TrainConfig, rate: Rate) -> int:
+    """The first of the last steps of a run that have no learning rate; 0 where it has one to its end, or never."""
+    steps, size = config.training.steps, config.training.global_batch_size
+
+    def is_idle(step: int) -> bool:
+        return rate(step, step * size, size) == 0
+
+    # The last step alone may well be where a schedule arrives at 0.
+    if config.lr_scheduler.learning_rate == 0 or steps < 3 or not (is_idle(steps - 1) and is_idle(steps - 2)):
+        return 0
+    return bisect_left(range(steps), True, 1, key=is_idle) + 1
 
 
 def _holds(optimizer: Any, model: nn.Module) -> bool:

@@ -129,7 +129,9 @@ class Trainer:
         self.scaler = build.loss_scaler(config, network)
         self._parallel = parallelize(network, self.mesh, self.device, config, compute)
         self.model = self._parallel.model
-        self.optimizer, self._rate = build.optimizer_and_schedule(config, self.model, self.optimizer, self.mesh)
+        self.optimizer, self._rate = build.optimizer_and_schedule(
+            config, self.model, self.optimizer, self.mesh, self.console.say
+        )
         loader = feed(config, self.train_dataset, self.mesh, self.ranks, self.console.say)
         self.loader = stack.enter_context(loader)
         self._left_out = LeftOut()
