@@ -11,9 +11,10 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from math import prod
+from operator import attrgetter
 from typing import Protocol
 
 import msgspec
@@ -56,21 +57,19 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Task(msgspec.Struct, frozen=True, gc=False):
-    """A shard that is needed, its box and bytes, where it lies, and the pieces that it meets."""
+    """A shard that is needed: where its bytes lie, the pieces that it meets, and one that lies in memory as it does."""
 
     fill: Fill
     shard: ShardRecord
     reader: FileReader
     offset: int
-    box: Box
     size: int
     pieces: tuple[Piece, ...]
-    stored: torch.dtype
+    straight: Piece | None
 
     @property
-    def straight(self) -> Piece | None:
-        """A piece that lies in memory as the shard lies in the file."""
-        return next((p for p in self.pieces if p.box == self.box and in_place(p.tensor, self.stored)), None)
+    def stored(self) -> torch.dtype:
+        return _stored(self.fill.record.dtype)[0]
 
 
 def read_tensors(
@@ -87,20 +86,11 @@ def read_tensors(
         DamagedCheckpointError: a block is not what was written; the file and the tensor are named.
         OSError: the storage failed, which is not damage.
     """
-    tasks = []
-    for fill in fills:
-        dtype = BY_SAFETENSORS[fill.record.dtype]
-        stored, itemsize = getattr(torch, dtype.torch), dtype.itemsize
-        for shard in distinct_boxes(near(fill.record.shards, fill.pieces)):
-            box = shard.box
-            size = box.numel * itemsize
-            pieces = tuple([p for p in fill.pieces if meets(box, p.box)])
-            if pieces and size:
-                reader, offset = source.locate(fill.section, fill.name, shard)
-                tasks.append(_Task(fill, shard, reader, offset, box, size, pieces, stored))
-    tasks.sort(key=lambda t: (t.shard.file, t.offset))
+    tasks = sorted(_tasks(source, fills), key=attrgetter("shard.file", "offset"))
     worker = _Worker(source, verify, progress)
     jobs = _jobs(worker, tasks)
+    # Little is read sooner than threads are at hand.
+    threads = min(threads, sum(task.size for task in tasks) // SLAB)
     if threads <= 1:
         for job in jobs:
             job()
@@ -115,6 +105,33 @@ def read_tensors(
             crew.stop()
             raise
     return worker.bytes_read
+
+
+def _tasks(source: ShardSource, fills: Iterable[Fill]) -> Iterator[_Task]:
+    for fill in fills:
+        stored, itemsize = _stored(fill.record.dtype)
+        for shard, pieces in _met(fill):
+            size = prod(shard.shape) * itemsize
+            if size:
+                reader, offset = source.locate(fill.section, fill.name, shard)
+                as_shard = (p for p in pieces if p.box == (shard.offset, shard.shape) and in_place(p.tensor, stored))
+                yield _Task(fill, shard, reader, offset, size, pieces, next(as_shard, None))
+
+
+def _met(fill: Fill) -> Iterable[tuple[ShardRecord, tuple[Piece, ...]]]:
+    """The shards of which any piece needs something, each box once, and the pieces that need it."""
+    shards, pieces = fill.record.shards, fill.pieces
+    if len(shards) == len(pieces) == 1 and pieces[0].box == (shards[0].offset, shards[0].shape):
+        return [(shards[0], pieces)]
+    found = [(s, tuple([p for p in pieces if meets(s.box, p.box)])) for s in distinct_boxes(near(shards, pieces))]
+    return [(shard, met) for shard, met in found if met]
+
+
+@cache
+def _stored(dtype: str) -> tuple[torch.dtype, int]:
+    """How torch calls a stored dtype, and the bytes of an element."""
+    known = BY_SAFETENSORS[dtype]
+    return getattr(torch, known.torch), known.itemsize
 
 
 class _Crew:
@@ -148,8 +165,8 @@ def _jobs(worker: _Worker, tasks: list[_Task]) -> Iterator[Callable[[], None]]:
             group = []
         if task.size <= SMALL:
             group.append(task)
-        elif len(task.pieces) == 1 and (straight := task.straight) is not None:
-            memory = memory_of(straight.tensor)
+        elif len(task.pieces) == 1 and task.straight is not None:
+            memory = memory_of(task.straight.tensor)
             for start in range(0, task.size, BLOCK):
                 yield partial(worker.read_checked, task, start, memory[start : start + BLOCK])
         else:
@@ -169,10 +186,10 @@ def bytes_to_read(fills: Iterable[Fill]) -> int:
     """What `read_tensors` would read: for each shard that a piece meets, the digest blocks that it needs."""
     total = 0
     for fill in fills:
-        itemsize = BY_SAFETENSORS[fill.record.dtype].itemsize
-        for shard in distinct_boxes(near(fill.record.shards, fill.pieces)):
+        _, itemsize = _stored(fill.record.dtype)
+        for shard, pieces in _met(fill):
             box = shard.box
-            overlaps = [o for p in fill.pieces if (o := overlap(box, p.box)) is not None]
+            overlaps = [o for p in pieces if (o := overlap(box, p.box)) is not None]
             end = 0
             for part, first in _slabs(box, overlaps, SLAB // itemsize):
                 begin, after = _blocks(first * itemsize, part.numel * itemsize, box.numel * itemsize)
@@ -200,7 +217,7 @@ class _Worker:
             self.read_checked(task, 0, memory_of(straight.tensor))
             for piece in task.pieces:
                 if piece is not straight:
-                    copy_overlap(straight.tensor, task.box, piece)
+                    copy_overlap(straight.tensor, task.shard.box, piece)
         else:
             self._through_slabs(task)
 
@@ -224,13 +241,12 @@ class _Worker:
             begin = task.offset - first.offset
             end = begin + task.size
             self._compare(task, 0, memory[begin:end])
-            straight = task.straight
-            if straight is not None and len(task.pieces) == 1:
-                ctypes.memmove(straight.tensor.data_ptr(), address + begin, task.size)
+            if task.straight is not None and len(task.pieces) == 1:
+                ctypes.memmove(task.straight.tensor.data_ptr(), address + begin, task.size)
                 continue
-            values = as_dtype(slab[begin:end], task.stored).reshape(task.box.shape)
+            values = as_dtype(slab[begin:end], task.stored).reshape(task.shard.shape)
             for piece in task.pieces:
-                copy_overlap(values, task.box, piece)
+                copy_overlap(values, task.shard.box, piece)
         self._count(sum(task.size for task in tasks))
 
     def read_checked(self, task: _Task, start: int, memory: memoryview) -> None:
@@ -262,12 +278,12 @@ class _Worker:
 
     def _through_slabs(self, task: _Task) -> None:
         """Reads what any piece needs of a shard, a slab at a time, and copies from there."""
-        box, itemsize = task.box, BY_SAFETENSORS[task.fill.record.dtype].itemsize
+        box, (stored, itemsize) = task.shard.box, _stored(task.fill.record.dtype)
         overlaps = [o for p in task.pieces if (o := intersect(box, p.box)) is not None]
         window = _Window(self, task, task.size)
         for part, first in _slabs(box, overlaps, SLAB // itemsize):
             data = window.at(first * itemsize, part.numel * itemsize)
-            values = as_dtype(data, task.stored).reshape(part.shape)
+            values = as_dtype(data, stored).reshape(part.shape)
             for piece in task.pieces:
                 copy_overlap(values, part, piece)
 
