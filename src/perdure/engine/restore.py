@@ -12,7 +12,6 @@ from operator import or_
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from perdure.catalog.choose import fallback
 from perdure.catalog.events import mark_damaged
@@ -45,6 +44,7 @@ from perdure.format.mindformers import check_resumable
 from perdure.format.names import COMMON
 from perdure.format.rename import Renamed, parse_rules, rename
 from perdure.state.model import parameter_names
+from perdure.state.shards import is_plain
 from perdure.storage.base import Directory
 
 __all__ = ["Loaded", "Restore", "check_foreign"]
@@ -121,7 +121,7 @@ class Restore:
         """What was loaded, or None for a fresh start."""
         started, self._laps = time.monotonic(), Laps()
         # State that is made here is trained on, wherever it is loaded; weights of an inference stay as they are.
-        inference = any(not is_lazy(p) and p.is_inference() for p in self._live.model.parameters())
+        inference = any(is_plain(p) and p.is_inference() for p in self._live.model.parameters())
         with torch.inference_mode(inference):
             return self._run(checkpoint_path, started)
 
