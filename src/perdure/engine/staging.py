@@ -20,10 +20,12 @@ from torch import Tensor
 
 from perdure.engine.priority import lower_priority
 from perdure.engine.writer import CHUNK, FileWrite, memory_of
-from perdure.format.safetensors import ALIGNMENT
 from perdure.storage.memory import address_of, aligned
 
 __all__ = ["Staging", "cuts"]
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every device."""
 
 
 class Staging:
@@ -36,6 +38,7 @@ class Staging:
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
         self._memory: Tensor | None = None
+        self._pinned: _Pinned | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._taking: threading.Thread | None = None
 
@@ -96,15 +99,29 @@ class Staging:
         if self._taking is not None:
             self._taking.join()
             self._taking = None
-        if self._memory is None or self._memory.numel() < size or self._memory.is_pinned() < pinned:
-            self._memory = None
-            if pinned:
-                raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=True)
-                begin = -raw.data_ptr() % ALIGNMENT
-                self._memory = raw[begin : begin + size]
-            else:
-                self._memory = torch.frombuffer(aligned(max(size, 1)), dtype=torch.uint8)
+        if self._memory is None or self._memory.numel() < size:
+            self._pinned = self._memory = None
+            self._memory = torch.frombuffer(aligned(max(size, 1)), dtype=torch.uint8)
+        if pinned and self._pinned is None:
+            self._pinned = _Pinned(self._memory)
         return self._memory[:size]
+
+
+class _Pinned:
+    """Keeps memory registered with CUDA, which then copies to it by itself.
+
+    torch's own pinned memory comes in powers of two, up to twice what is needed. Where CUDA refuses, copies are as
+    right and slower.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)  # type: ignore[no-untyped-call]
+        self._registered = int(error) == 0
+
+    def __del__(self) -> None:
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
 
 
 def cuts(sizes: Sequence[int], limit: int | None) -> list[int]:

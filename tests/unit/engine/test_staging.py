@@ -87,6 +87,35 @@ def test_memory_that_was_expected_is_what_is_used(size: int) -> None:
     assert staging._memory.numel() == max(size, file.padded)
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_pinned_memory_is_as_much_as_is_needed_and_given_back(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
+    """CUDA in between: what it is asked, in order. What a copy through it gives, benchmarks/device_check.py shows."""
+    held: dict[int, int] = {}
+    asked: list[int] = []
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(address: int, size: int, flags: int) -> int:
+            asked.append(size)
+            if not refused:
+                held[address] = size
+            return 2 * refused
+
+        @staticmethod
+        def cudaHostUnregister(address: int) -> int:
+            del held[address]
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    staging = Staging()
+    for size in (3_000_000, 1_000, 5_000_001):
+        assert staging._room(size, True).numel() == size
+        assert list(held.values()) == ([] if refused else [max(size, 3_000_000)])
+    assert asked == [3_000_000, 5_000_001]
+    del staging
+    assert not held
+
+
 @pytest.mark.parametrize("bound", ["", "3MiB", "1B"])
 def test_an_asynchronous_save_is_of_its_own_step(bound: str, tmp_path: Path) -> None:
     model = nn.Linear(1000, 1500)
