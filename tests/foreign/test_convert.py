@@ -292,3 +292,24 @@ def test_an_adapter_alone_is_no_model_for_others(tmp_path: Path, capsys: pytest.
             assert not (tmp_path / "out").exists()
         assert run(["export", root.path, "--to", "torch", str(tmp_path / "out")]) == 0
         assert "without the weights below it" in capsys.readouterr().err
+
+
+def test_what_lies_beside_the_model_is_told_and_its_step_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = torch.nn.Linear(2, 2)
+    whole = {"state_dict": module.state_dict(), "optimizer_states": [{}], "lr_schedulers": [], "iter_num": 7}
+    torch.save(whole, tmp_path / "last.ckpt")
+    perdure("import", "--from", "torch", tmp_path / "last.ckpt", tmp_path / "root")
+    assert "2 entries beside the model were left out: optimizer_states, lr_schedulers" in capsys.readouterr().err
+    assert Root(tmp_path / "root").iterations()[0].iteration == 7
+
+
+def test_a_target_that_cannot_be_written_is_told_by_the_system(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path / "run", *trained())
+    assert run(["export", str(tmp_path / "run"), "--to", "torch", "/proc/weights.pt"]) == 1
+    told = capsys.readouterr().err
+    assert "No such file or directory" in told
+    assert "unexpected" not in told

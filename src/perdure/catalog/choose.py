@@ -9,8 +9,10 @@ from typing import Literal
 
 from perdure.catalog.events import read_events
 from perdure.catalog.lineage import Links, ancestors, last_save_of, links, newest_by_lineage
+from perdure.catalog.others import way_here
 from perdure.catalog.root import GONE, NOT_A_FILE, Iteration, Root, RootListing, TrackerReading, Uncommitted
 from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, PerdureError, UsageError
+from perdure.format.huggingface import SINGLE
 from perdure.format.names import TRACKER, parse_iteration_dirname, path_text
 from perdure.storage.base import Storage
 
@@ -64,8 +66,10 @@ def locate(path: str | os.PathLike[str], storage: Storage | None = None) -> Loca
             what = f"is no directory ({error.strerror})"
         elif root.storage.exists(full):
             what, folder = "is a file, not a directory", os.path.dirname(full)
-            if full.endswith(".safetensors") or parse_iteration_dirname(os.path.basename(folder)) is not None:
+            if _is_a_part(os.path.basename(full)) or parse_iteration_dirname(os.path.basename(folder)) is not None:
                 hint = f"name the directory that it is a part of: {folder}"
+            else:
+                hint = way_here(path, None)
         else:
             what = "does not exist"
         raise CheckpointNotFoundError(f"{path} {what}; {expected}", hint=hint) from None
@@ -84,8 +88,13 @@ def locate(path: str | os.PathLike[str], storage: Storage | None = None) -> Loca
         raise _not_committed(path, listing.uncommitted)
     what = "holds no checkpoint" if names else "is empty"
     below = next((n for n in _LIKELY if n in names and Root(root.join(n), storage).iterations()), None)
-    hint = f"name the save root in it: {os.path.join(path, below)}" if below is not None else None
+    hint = f"name the save root in it: {os.path.join(path, below)}" if below is not None else way_here(path, names)
     raise CheckpointNotFoundError(f"{path} {what}; {expected}", hint=hint)
+
+
+def _is_a_part(name: str) -> bool:
+    """Whether a file is one of a directory of weights, by its name."""
+    return name == SINGLE or (name.endswith(".safetensors") and "-of-" in name)
 
 
 def locate_root(path: str | os.PathLike[str], storage: Storage | None = None) -> Root:

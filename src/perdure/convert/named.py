@@ -21,7 +21,7 @@ __all__ = ["EXTRA", "from_dictionary", "own_record"]
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
-STEP_KEYS = ("global_step", "step", "iteration")
+STEP_KEYS = ("global_step", "step", "iteration", "global_steps", "iter_num")
 
 EXTRA = "extra"
 """Where the tensors of registered objects lie."""
@@ -60,9 +60,13 @@ def from_dictionary(
     left = [str(name) for name, value in weights.items() if not isinstance(value, Tensor)]
     if left:
         state.notes.append(f"{len(left)} entries that are no tensors were left out: {', '.join(left[:3])[:200]}")
-    found = next((tree[k] for k in OPTIMIZER_KEYS if isinstance(tree.get(k), Mapping)), None) if key else None
-    if found is not None:
-        _add_optimizer(state, found, named, load, optimizer_type)
+    optimizer = next((k for k in OPTIMIZER_KEYS if isinstance(tree.get(k), Mapping)), None) if key else None
+    if optimizer is not None:
+        _add_optimizer(state, tree[optimizer], named, load, optimizer_type)
+    taken = {key, optimizer, EXTRA, _OWN_KEY, *STEP_KEYS}
+    beside = [str(name) for name, value in tree.items() if name not in taken and value is not None] if key else []
+    if beside:
+        state.notes.append(f"{len(beside)} entries beside the model were left out: {', '.join(beside[:5])[:200]}")
     if "extra" in own.training:
         _add_objects(state, tree.get(EXTRA), load, where)
     return state

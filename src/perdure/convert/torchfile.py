@@ -106,8 +106,8 @@ def write_torch(state: State, target: str, *, advance: Callable[[int], None] = l
         tensors[item.name] = placeholder(item)
         tensors.update(dict.fromkeys(item.aliases, tensors[item.name]))
     with staged(target, directory=False) as path:
-        with torch.serialization.skip_data():
-            torch.save(tensors, path)
+        with open(path, "wb") as empty, torch.serialization.skip_data():
+            torch.save(tensors, empty)
         reader: Any = torch._C.PyTorchFileReader(path)
         # torch numbers storages in the order in which it meets them; a tied one is met once.
         records = [f"data/{number}" for number in range(len(items))]

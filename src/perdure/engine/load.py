@@ -314,6 +314,8 @@ def _cause(missing: list[str], unexpected: list[str], shapes: list[tuple[NamedTe
             f"names differ by a prefix: {prefixes[1]!r} in the checkpoint, {prefixes[0]!r} in the model; "
             "checkpoint.rename maps names"
         )
+    if any(r.dtype.startswith("F8_") and t.dtype in _FLOATS for t, r in shapes):
+        return "the checkpoint holds quantised weights, whose scales are not applied here: dequantise them first"
     if shapes and not missing and not unexpected:
         if all(t.shape == tuple(r.shape) for t, r in shapes):
             return "only floating-point numbers are converted: give the model the dtypes that were saved"

@@ -122,6 +122,10 @@ def header_length(prefix: bytes, size: int, file: str) -> int:
     """
     if len(prefix) < 8:
         raise DamagedCheckpointError(f"{file}: {size} bytes, too short for a safetensors file", file=file)
+    if prefix == b"version ":
+        raise DamagedCheckpointError(
+            f"{file}: a pointer of Git LFS, {size} bytes, in place of the weights", file=file, hint="git lfs pull"
+        )
     length = int.from_bytes(prefix, "little")
     if not 2 <= length <= min(HEADER_LIMIT, size - 8):
         raise DamagedCheckpointError(f"{file}: header of {length} bytes in a file of {size}", file=file)

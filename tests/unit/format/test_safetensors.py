@@ -123,6 +123,12 @@ def test_hostile_headers_are_damage(table: dict[str, Any], data: int) -> None:
     assert len(str(caught.value)) < 700
 
 
+def test_a_pointer_in_place_of_the_weights_is_told() -> None:
+    text = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+    with pytest.raises(DamagedCheckpointError, match="git lfs pull"):
+        header_length(text[:8], len(text), "model.safetensors")
+
+
 def test_deep_nesting_is_damage() -> None:
     body = b'{"a":' * 100_000
     with pytest.raises(DamagedCheckpointError):
