@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from perdure import Callback, Trainer
 from perdure.errors import ConfigError, UsageError
+from perdure.train.history import read_lines
 
 HOOKS = ("on_train_begin", "on_step_begin", "on_step_end", "on_save", "on_train_end")
 STEPS = 12
@@ -115,6 +117,45 @@ def test_callbacks_of_one_class_keep_their_states_apart(tmp_path: Path) -> None:
 class OnlyTells(Callback):
     def state_dict(self) -> dict[str, int]:
         return {}
+
+
+class Best(Callback):
+    """The best evaluation, how many there were, and what each step found them to be."""
+
+    def __init__(self) -> None:
+        self.best, self.seen, self.found = float("inf"), 0, 0.0
+
+    def on_evaluate(self, trainer: Any, state: Any) -> None:
+        self.best, self.seen = min(self.best, state.eval_loss), self.seen + 1
+
+    def on_step_end(self, trainer: Any, state: Any) -> None:
+        self.found += self.seen
+
+    def state_dict(self) -> dict[str, float]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+@pytest.mark.parametrize("stops", [(3,), (2, 3, 7), (4, 11), (8, 9)], ids=str)
+def test_a_stop_where_a_step_would_be_evaluated_loses_no_evaluation(tmp_path: Path, stops: tuple[int, ...]) -> None:
+    def evaluated(output: Path, best: Best, *others: Callback) -> Trainer:
+        made = tiny.trainer(output, STEPS, callbacks=(best, *others), training={"eval_interleaved_steps": 4})
+        made.eval_dataset = tiny.Noisy(9)
+        return made
+
+    straight, resumed = Best(), Best()
+    evaluated(tmp_path / "a", straight).train()
+    for step in stops:
+        evaluated(tmp_path / "b", Best(), tiny.SignalAt(step, signal.SIGTERM)).train()
+    evaluated(tmp_path / "b", resumed).train()
+    if stops[-1] < STEPS - 1:
+        assert vars(resumed) == vars(straight)
+    rows = [read_lines(str(tmp_path / name / "metrics.jsonl")) for name in "ab"]
+    one, other = ([(row["step"], row["eval_loss"]) for row in each if "eval_loss" in row] for each in rows)
+    assert one == other
+    assert [step for step, _ in one] == [4, 8, 12]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from perdure.config.kinds import is_import_path
+from perdure.config.load import load_config, load_config_mapping
 from perdure.config.ranks import RankLayout, check_ranks
 from perdure.config.schema import DataloaderConfig, TrainConfig
 from perdure.data.columns import Columns
@@ -39,6 +40,7 @@ from perdure.train.step import LossFunction
 
 __all__ = [
     "callbacks",
+    "configuration",
     "data",
     "device",
     "evaluation",
@@ -54,6 +56,13 @@ _BUILT_IN = {"MonitorCallback", "LossCallback", "CheckpointCallback"}
 _REGISTERED = {"EMA": "perdure.train.callbacks.ema:EMA"}
 
 Rate = Callable[[int, int, int], float]
+
+
+def configuration(given: str | os.PathLike[str] | Mapping[str, Any] | TrainConfig) -> TrainConfig:
+    """A configuration that was passed in any of its forms."""
+    if isinstance(given, TrainConfig):
+        return given
+    return load_config_mapping(dict(given)) if isinstance(given, Mapping) else load_config(given)
 
 
 def layout(config: TrainConfig, ranks: Ranks) -> RankLayout:

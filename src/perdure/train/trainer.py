@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from perdure.config.load import dump_config, load_config, load_config_mapping
+from perdure.config.load import dump_config
 from perdure.config.schema import TrainConfig
 from perdure.data.loader import StepBatch
 from perdure.engine.checkpointer import Checkpointer, Loaded
@@ -69,11 +69,11 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config = _config(config)
+        self.config = build.configuration(config)
         check_given(model, optimizer, callbacks)
         self.model, self.optimizer, self.train_dataset = model, optimizer, train_dataset
         self.eval_dataset = eval_dataset
-        self.state, self._begun = TrainerState(), False
+        self.state, self._begun, self._owes_evaluation = TrainerState(), False, False
         self._loss = compute_loss_func or next_token_loss
         self._callbacks, self._extra = list(callbacks), dict(extra or {})
 
@@ -198,6 +198,7 @@ class Trainer:
                 point = resume_point(saved, loaded.training, Wish.of(self.config), self.loader.identity())
                 state.skipped_steps, state.consecutive_skipped_steps = loaded.training.get("skipped_steps", (0, 0))
                 self.health.load_state_dict(loaded.training.get("health", {}))
+                self._owes_evaluation = bool(loaded.training.get("owes_evaluation"))
                 left_out = LeftOut() if point.data_afresh else LeftOut.of(loaded.training)
             state.global_step, state.consumed_samples = point.global_step, point.consumed_samples
             self._leave_out(left_out)
@@ -235,6 +236,7 @@ class Trainer:
             "loss_scale_good_steps": self.scaler.good_steps,
             "health": self.health.state_dict(),
             "skipped_steps": [self.state.skipped_steps, self.state.consecutive_skipped_steps],
+            "owes_evaluation": bool(self.state.stop_signal) and self.evaluates_at(self.state.global_step),
             "left_out": self._left_out.record(),
             "stretches": self.loader.record().lengths,
         }
@@ -245,6 +247,9 @@ class Trainer:
         stop.finish_steps()
         self._batches = self.loader.take(self.state.steps - self.state.global_step)
         while not (self.state.finished or self.state.stop_signal):
+            if self._owes_evaluation:
+                self._evaluate()
+                continue
             self.ranks.phase.set("waiting for data", self.state.global_step + 1)
             batch = next(self._batches, None)
             if batch is None:  # a callback has moved the target
@@ -277,9 +282,9 @@ class Trainer:
         state.count_update(result.applied, self.config.training.max_consecutive_skipped_steps)
         self._record(batch, result.tokens / seconds, result.id_sum)
         stop.passed()
+        self._hook("on_step_end")
         if not state.stop_signal:
             self._evaluate()
-        self._hook("on_step_end")
         self._parallel.rest()
         if self.checkpointer.step(state):
             self._hook("on_save")
@@ -309,11 +314,12 @@ class Trainer:
         self._logbook.figures(self.state, figures)
 
     def _evaluate(self) -> None:
-        state = self.state
+        state, self._owes_evaluation = self.state, False
         if self.evaluates_at(state.global_step):
             state.eval_loss = self.evaluate()
             self.log(eval_loss=state.eval_loss)
             self.console.say(f"step {state.global_step}: evaluation loss {state.eval_loss:.4f}")
+            self._hook("on_evaluate")
 
     def _record(self, batch: StepBatch, speed: float, id_sum: int) -> None:
         self.figures = {
@@ -364,7 +370,8 @@ class Trainer:
             self.loader.leave_out(self._left_out.ranges)
 
     def _finish(self, stop: StopRequest) -> None:
-        """The last save, awaited; a stop by a signal is one more reason for it, and makes an evaluation wait for it."""
+        """The last save, awaited; a stop by a signal is one more reason for it, and leaves an evaluation to the next
+        start, unless the last step is done."""
         state = self.state
         stop.reached()
         if state.stop_signal and self.config.checkpoint.enable_save:
@@ -373,7 +380,7 @@ class Trainer:
         self._parallel.rest()
         if self.checkpointer.save(state, wait=True):
             self._hook("on_save")
-        if state.stop_signal:
+        if state.stop_signal and state.finished:
             self._evaluate()
         self._hook("on_train_end")
         where = f"; saved below {self.checkpointer.path}" if self.config.checkpoint.enable_save else ""
@@ -390,9 +397,3 @@ class Trainer:
 
     def _hook(self, name: str) -> None:
         call_hooks(self._callbacks, name, self, self.state)
-
-
-def _config(given: str | os.PathLike[str] | Mapping[str, Any] | TrainConfig) -> TrainConfig:
-    if isinstance(given, TrainConfig):
-        return given
-    return load_config_mapping(dict(given)) if isinstance(given, Mapping) else load_config(given)

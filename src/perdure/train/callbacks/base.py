@@ -30,7 +30,13 @@ class Callback:
         """A step is about to run; `state.global_step` counts the steps done."""
 
     def on_step_end(self, trainer: Any, state: TrainerState) -> None:
-        """A step is done, and not yet saved."""
+        """A step is done, and neither evaluated nor saved yet."""
+
+    def on_evaluate(self, trainer: Any, state: TrainerState) -> None:
+        """The run has evaluated the step that is done, and not yet saved it: `state.eval_loss`.
+
+        One that a signal stopped at such a step evaluates when it goes on, before anything else.
+        """
 
     def on_save(self, trainer: Any, state: TrainerState) -> None:
         """A save of this step was started (or, without `async_save`, is committed)."""

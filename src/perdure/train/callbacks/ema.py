@@ -67,22 +67,17 @@ class EMA(Callback):
             for name, average in self.weights.items():
                 average.lerp_(current[name].detach().float(), 1.0 - self.decay)
             self.updates += 1
-        if not state.stop_signal:
-            self._evaluate(trainer, state)
 
-    def on_train_end(self, trainer: Any, state: TrainerState) -> None:
-        if state.stop_signal:
-            # As the run's own evaluation, it waits until the stopped step is saved.
-            self._evaluate(trainer, state)
-        if self._export:
-            self._write(trainer)
-
-    def _evaluate(self, trainer: Any, state: TrainerState) -> None:
-        if self._evaluates and trainer.evaluates_at(state.global_step):
+    def on_evaluate(self, trainer: Any, state: TrainerState) -> None:
+        if self._evaluates:
             with self.applied(trainer.model):
                 loss = trainer.evaluate()
             trainer.log(ema_eval_loss=loss)
             trainer.console.say(f"step {state.global_step}: evaluation loss of the average {loss:.4f}")
+
+    def on_train_end(self, trainer: Any, state: TrainerState) -> None:
+        if self._export:
+            self._write(trainer)
 
     @contextlib.contextmanager
     def applied(self, model: Any) -> Iterator[None]:

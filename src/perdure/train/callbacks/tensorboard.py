@@ -55,10 +55,12 @@ class TensorBoard(Callback):
             "data/consumed_samples": state.consumed_samples,
             **{f"speed/{name}": value for name, value in trainer.figures.items()},
         }
-        if trainer.evaluates_at(state.global_step):
-            figures["eval/loss"] = state.eval_loss
         for name, value in figures.items():
             self._writer.add_scalar(name, value, state.global_step)
+
+    def on_evaluate(self, trainer: Any, state: TrainerState) -> None:
+        if self._writer is not None:
+            self._writer.add_scalar("eval/loss", state.eval_loss, state.global_step)
 
     def on_train_end(self, trainer: Any, state: TrainerState) -> None:
         self._close()
