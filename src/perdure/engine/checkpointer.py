@@ -167,6 +167,7 @@ class Checkpointer:
             self._save_root.go_on_from(loaded.root, loaded.path, loaded.lineage, loaded.sequence)
             if loaded.sequence and loaded.root == self.path:
                 self._last_saved, self._trained_since = _position(loaded.progress), False
+            self._expect_save()
         self._save_root.event(
             "load", path=loaded.path, step=loaded.progress.global_step, sequence=loaded.sequence, notes=loaded.notes
         )
@@ -237,9 +238,8 @@ class Checkpointer:
         # Data begun afresh with another batch size come by the same step and position once more.
         self._trained_since |= _position(progress) != self._last_saved
         due = progress.global_step % self.config.save_interleaved_steps == 0 and progress.global_step > 0
-        if self.config.enable_save and self.config.async_save and not due:
-            sharing = self.ranks.size if self.config.remove_redundancy else 1
-            self._runner.expect(lambda: self._live.host_bytes(sharing))
+        if not due:
+            self._expect_save()
         return self.config.enable_save and due and self.save(progress)
 
     def save(self, progress: Progress, *, wait: bool | None = None) -> bool:
@@ -278,6 +278,11 @@ class Checkpointer:
             self._failed(error, job)
         self.last_stall_s = time.monotonic() - started
         return True
+
+    def _expect_save(self) -> None:
+        """The state is complete: the memory of a first snapshot is made ready behind training, where one is to come."""
+        if self.config.enable_save and self.config.async_save:
+            self._runner.expect(self._preparer.expected_bytes)
 
     def poll(self) -> None:
         """Takes note of a background save that has ended; raises what it raised, on every rank.

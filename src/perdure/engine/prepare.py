@@ -52,6 +52,10 @@ class Preparer:
         self._filing = Filing(ranks.rank)
         self._compared = False
 
+    def expected_bytes(self) -> int:
+        """About how many bytes this rank will write at a save, where all of it lies in host memory; else 0."""
+        return self._live.host_bytes(self._ranks.size if self._config.remove_redundancy else 1)
+
     @collector_paused()
     def job(self, progress: Progress, base: Base | None, links: Mapping[str, Linkable]) -> SaveJob:
         """A save of the state as it is, with a partial directory of its own.

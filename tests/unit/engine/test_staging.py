@@ -131,3 +131,26 @@ def test_an_asynchronous_save_is_of_its_own_step(bound: str, tmp_path: Path) -> 
         (file,) = (tmp_path / f"iteration_{step:08d}").glob("*.safetensors")
         for tensor in load_file(file).values():
             assert torch.equal(tensor, torch.full_like(tensor, step))
+
+
+@pytest.mark.parametrize("keys", [{}, {"async_save": True}, {"async_save": True, "no_load_optim": True}])
+def test_a_load_is_followed_by_memory_for_the_first_snapshot(keys: dict[str, bool], tmp_path: Path) -> None:
+    model = nn.Linear(1000, 1500)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 1000)).sum().backward()
+    optimizer.step()
+    with Checkpointer(CheckpointConfig(save_path=str(tmp_path)), model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.save(Progress(1, 1, 1))
+    config = CheckpointConfig(save_path=str(tmp_path / "next"), load_path=str(tmp_path), **keys)
+    with Checkpointer(config, model=model, optimizer=optimizer, say=lambda line: None) as checkpointer:
+        checkpointer.load()
+        staging = checkpointer._runner._snapshot
+        # Weights alone are not yet what a save will hold.
+        assert (staging._taking is not None) == (keys == {"async_save": True})
+        checkpointer.save(Progress(2, 2, 1))
+        checkpointer.wait()
+        if keys == {"async_save": True}:
+            assert staging._memory is not None
+            size = sum(path.stat().st_size for path in (tmp_path / "next" / "iteration_00000002").glob("*.safetensors"))
+            # What was expected was enough, so it was not taken a second time.
+            assert size <= staging._memory.numel() == checkpointer._preparer.expected_bytes()
