@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from perdure.errors import SaveError
 from perdure.state.optimizer import OptimizerView
 
 __all__ = ["common_step", "merge_optimizers"]
@@ -28,10 +29,14 @@ def merge_optimizers(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One description from those of all ranks, as `collect_optimizer` makes them.
 
     Groups with the same settings become one; a parameter has the shared step where any rank says so.
+
+    Raises:
+        SaveError: ranks contradict each other, so that no description holds for all.
     """
     first = described[0]
     if all(each == first for each in described):
         return first
+    _refuse_contradictions(described)
     keys: dict[str, str] = {}
     values: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -56,3 +61,22 @@ def merge_optimizers(described: Sequence[dict[str, Any]]) -> dict[str, Any]:
         values["$without_step"] = [name for name in names if name not in sharing]
     merged = {**first, "keys": keys, "groups": groups, "values": values}
     return {**merged, "dormant": asleep} if asleep else merged
+
+
+def _refuse_contradictions(described: Sequence[dict[str, Any]]) -> None:
+    """What ranks have in common must be the same on all of them; it is restored on each."""
+    said: dict[tuple[str, str], tuple[int, Any]] = {}
+    for rank, each in enumerate(described):
+        told = {("the optimizer", "type"): each["type"]}
+        for group in each["groups"]:
+            told |= {(name, key): value for name in group["params"] for key, value in group["settings"].items()}
+        told |= {(key, "state"): value for key, value in each["values"].items() if not key.startswith("$")}
+        for about, value in told.items():
+            other, known = said.setdefault(about, (rank, value))
+            if known != value:
+                name, key = about
+                raise SaveError(
+                    f"nothing was saved, for ranks {other} and {rank} contradict each other about {name}: {key} is "
+                    f"{str(known)[:80]} and {str(value)[:80]}",
+                    hint="make the same optimizer on every rank, and change its settings on all of them alike",
+                )

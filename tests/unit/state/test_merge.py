@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from perdure.errors import SaveError
 from perdure.state.merge import common_step, merge_optimizers
 from perdure.state.model import parameter_names
 from perdure.state.optimizer import OptimizerView, collect_optimizer
@@ -90,3 +92,16 @@ def test_the_common_step_is_that_of_all_parameters_or_none() -> None:
     state = mixed.optimizer.state[mixed.parameters()[0][1]]
     state["step"] = state["step"] + 1
     assert common_step(mixed) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (trained("a", 1, torch.optim.Adam), "the optimizer: type is AdamW and Adam$"),
+        (trained("a", 1, weight_decay=0.5), "a.weight: weight_decay is 0.01 and 0.5$"),
+    ],
+)
+def test_ranks_that_contradict_each_other_are_refused(other: OptimizerView, what: str) -> None:
+    with pytest.raises(SaveError) as caught:
+        described(trained("b", 1), trained("a", 1), other)
+    assert re.search(f"ranks [01] and 2 contradict each other about {what}", caught.value.message)
