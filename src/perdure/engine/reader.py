@@ -114,8 +114,7 @@ def _tasks(source: ShardSource, fills: Iterable[Fill]) -> Iterator[_Task]:
             size = prod(shard.shape) * itemsize
             if size:
                 reader, offset = source.locate(fill.section, fill.name, shard)
-                as_shard = (p for p in pieces if p.box == (shard.offset, shard.shape) and in_place(p.tensor, stored))
-                yield _Task(fill, shard, reader, offset, size, pieces, next(as_shard, None))
+                yield _Task(fill, shard, reader, offset, size, pieces, _straight(shard, pieces, stored))
 
 
 def _met(fill: Fill) -> Iterable[tuple[ShardRecord, tuple[Piece, ...]]]:
@@ -125,6 +124,13 @@ def _met(fill: Fill) -> Iterable[tuple[ShardRecord, tuple[Piece, ...]]]:
         return [(shards[0], pieces)]
     found = [(s, tuple([p for p in pieces if meets(s.box, p.box)])) for s in distinct_boxes(near(shards, pieces))]
     return [(shard, met) for shard, met in found if met]
+
+
+def _straight(shard: ShardRecord, pieces: tuple[Piece, ...], stored: torch.dtype) -> Piece | None:
+    for piece in pieces:
+        if piece.box == (shard.offset, shard.shape) and in_place(piece.tensor, stored):
+            return piece
+    return None
 
 
 @cache
@@ -264,9 +270,8 @@ class _Worker:
         """Block `number` of a shard has arrived."""
         if not self._verify:
             return
-        blocks = task.shard.blocks or (task.shard.digest,)
         # A checkpoint made by others has no digests.
-        expected = blocks[number] if number < len(blocks) else ""
+        expected = task.shard.blocks[number] if task.shard.blocks else task.shard.digest
         if expected and digest_bytes(piece) != expected:
             raise self._damage(task, f"block {number} is not what was written ({expected} expected)")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from perdure.state.shards import is_plain
 from perdure.storage.memory import aligned
@@ -49,11 +50,14 @@ class Arena:
 
 def _same_kind(held: Any, tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether a state tensor lies as a new one for this tensor would."""
+    if not isinstance(held, Tensor) or held.dtype != dtype or held.shape != tensor.shape:
+        return False
+    if held.device != tensor.device or held.stride() != tensor.stride():
+        return False
+    if type(held) is Tensor and type(tensor) in (Tensor, Parameter):
+        return True
     return (
-        isinstance(held, Tensor)
-        and type(held) is type(tensor.detach())
-        and (held.shape, held.dtype, held.device) == (tensor.shape, dtype, tensor.device)
-        and held.stride() == tensor.stride()
+        type(held) is type(tensor.detach())
         and getattr(held, "placements", None) == getattr(tensor, "placements", None)
         and getattr(held, "device_mesh", None) == getattr(tensor, "device_mesh", None)
     )

@@ -93,8 +93,8 @@ def _identity(tensor: Tensor) -> tuple[object, ...]:
     """Equal for two names of the same memory seen in the same way."""
     if not is_plain(tensor) or tensor.numel() == 0:
         return (id(tensor),)
-    place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-    return place if tensor.data_ptr() else (id(tensor),)
+    address = tensor.data_ptr()
+    return (address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device) if address else (id(tensor),)
 
 
 def model_tensors(model: nn.Module, *, values: bool = True) -> list[NamedTensor]:

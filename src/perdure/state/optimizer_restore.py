@@ -187,12 +187,12 @@ class _Room:
         self._values, self._records = values, records
         self._arena = Arena()
         self._numbers: dict[str, Tensor] = {}
-        self._finishers: list[Callable[[], None]] = []
+        self._takers: list[tuple[dict[str, Any], str, Tensor, str]] = []
 
     def finish(self) -> None:
         """To be called when the targets are filled."""
-        for finish in self._finishers:
-            finish()
+        for state, key, number, kind in self._takers:
+            state[key] = _value(number, kind)
 
     def take(
         self,
@@ -209,9 +209,9 @@ class _Room:
         `held` is what the optimizer has there now; a tensor of the same kind is filled in place. `change` is the stored
         dtype that the parameter was updated in, and the one that it is updated in now.
         """
-        how = self._values.get(source, {})
-        kind = how.get("kind")
-        if kind == "json":
+        how = self._values.get(source)
+        kind = how.get("kind") if how is not None else None
+        if how is not None and kind == "json":
             state[key] = from_json(how["value"], partial(self._inside, own, parameter.device), f"optimizer: {own}")
             return
         record = self._records.get(source)
@@ -219,11 +219,11 @@ class _Room:
             return
         if kind is not None:
             state[key] = number = self._number(source, record, kind)
-            self._finishers.append(lambda: state.__setitem__(key, _value(number, kind)))
+            self._takers.append((state, key, number, kind))
             return
         dtype = getattr(torch, record.logical or BY_SAFETENSORS[record.dtype].torch)
         shape = record.shape[:-1] if record.logical.startswith("complex") else record.shape
-        if shape == tuple(parameter.shape):
+        if shape == parameter.shape:
             follows = change is not None and not record.logical and record.dtype == change[0]
             tensor = self._arena.like(parameter, change[1] if change is not None and follows else dtype, held)
         else:
@@ -254,7 +254,7 @@ def _value(number: Tensor, kind: str) -> Any:
     """A number that was read, as the optimizer has it; each parameter has its own."""
     if kind in ("int", "float"):
         return int(number) if kind == "int" else float(number)
-    return number.reshape(()).clone()
+    return (number.reshape(()) if number.dim() else number).clone()
 
 
 def _change_of_precision(

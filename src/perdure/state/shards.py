@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import msgspec
@@ -48,6 +48,7 @@ _AS_IS: dict[torch.dtype, str] = {
 _whole = lru_cache(maxsize=4096)(whole)
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
@@ -87,7 +88,8 @@ def describe(
     """
     if (dtype := _ordinary(name, tensor)) is not None:
         box = _whole(tensor.shape)
-        return NamedTensor(section, name, dtype, "", box.shape, (Piece(box, tensor.detach()),), aliases)
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        return NamedTensor(section, name, dtype, "", box.shape, (Piece(box, plain),), aliases)
     _refuse(section, name, tensor, values)
     shape, pieces = local_pieces(tensor)
     how = BY_TORCH[dtype_name(tensor.dtype)]
@@ -107,12 +109,10 @@ def _ordinary(name: str, tensor: Tensor) -> str | None:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is one run of strided memory of its own: not sharded, lazy, sparse, nested or a subclass's."""
-    return (
-        not is_lazy(tensor)
-        and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
+    usual = type(tensor) in (Parameter, Tensor) or (
+        not is_lazy(tensor) and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     )
+    return usual and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _refuse(section: Section, name: str, tensor: Tensor, values: bool) -> None:
