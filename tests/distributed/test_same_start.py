@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests import tiny
 from torch import nn
 
@@ -17,7 +18,9 @@ from . import forked
 
 def trainer(folder: Path, rank: int, model: nn.Module | None = None, length: int = 37, **sections: Any) -> Trainer:
     """A run of two ranks; what hosts may have otherwise differs always."""
-    own = {"num_parallel_workers": rank, "prefetch_size": 1 + rank, "dataloader": {"shuffle": True, "path": [f"/data{rank}"]}}
+    place = [f"/data{rank}"]
+    loader = {"shuffle": True, "path": place, "datasets": [{"path": place}]}
+    own = {"num_parallel_workers": rank, "prefetch_size": 1 + rank, "dataloader": loader}
     callbacks = sections.pop("callbacks", [])
     config = tiny.config(folder / "out", 2, **sections) | {"train_dataset": own, "callbacks": callbacks}
     return Trainer(config, model=model or tiny.Net(), train_dataset=tiny.Noisy(length), compute_loss_func=tiny.loss_of)
@@ -52,6 +55,20 @@ def test_other_data_or_another_model_are_named(tmp_path: Path) -> None:
         wide = tiny.Net(8 + rank)
         with pytest.raises(UsageError, match=r"first\.bias is float32 \[8\] on rank 0, float32 \[9\] on rank 1"):
             trainer(tmp_path, rank, model=wide).train()
+
+    assert forked.job(tmp_path / "job", 2, work) == [0, 0], forked.told(tmp_path / "job")
+
+
+def test_other_weights_are_named_unless_a_checkpoint_gives_them(tmp_path: Path) -> None:
+    def drawn(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return tiny.Net()
+
+    def work(rank: int) -> None:
+        with pytest.raises(UsageError, match=r"start with different weights: first\.weight, first\.bias, last"):
+            trainer(tmp_path, rank, model=drawn(rank)).train()
+        assert trainer(tmp_path, rank, model=drawn(7)).train().global_step == 2
+        assert trainer(tmp_path, rank, model=drawn(rank), training={"steps": 3}).train().global_step == 3
 
     assert forked.job(tmp_path / "job", 2, work) == [0, 0], forked.told(tmp_path / "job")
 

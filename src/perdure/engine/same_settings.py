@@ -3,33 +3,27 @@ wait for each other at different places."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from perdure.config.base import Section
 from perdure.engine.ranks import Ranks
 from perdure.errors import ConfigError, DataError, UsageError
+from perdure.format.digest import digest_bytes
 
-__all__ = ["check_same_config", "check_same_data", "check_same_model"]
+__all__ = ["check_same_config", "check_same_data", "check_same_model", "check_same_weights", "weights_told"]
 
 # Where a rank finds and keeps things, and how it reads: hosts may differ in these. What is found is compared itself.
-_MAY_DIFFER = frozenset(
-    (
-        "output_dir",
-        "checkpoint.save_path",
-        "checkpoint.reshard_worker_num",
-        "checkpoint.staging_memory",
-        "monitor.tensorboard.output_dir",
-        *(
-            f"{data}.{key}"
-            for data in ("train_dataset", "eval_dataset")
-            for key in ("num_parallel_workers", "prefetch_size", "numa_enable", "dataloader.path")
-        ),
-        *(f"{data}.dataloader.python_multiprocessing" for data in ("train_dataset", "eval_dataset")),
-    )
+_MAY_DIFFER = re.compile(
+    r"output_dir|checkpoint\.(save_path|reshard_worker_num|staging_memory)|monitor\.tensorboard\.output_dir|"
+    r"(train|eval)_dataset\.(num_parallel_workers|prefetch_size|numa_enable|"
+    r"dataloader\.(python_multiprocessing|(.*\.)?path(\[\d+\])?))"
 )
 _SHOWN = 8
+_EDGE = 256
 
 
 def check_same_config(config: Section, ranks: Ranks, under: str = "") -> None:
@@ -41,7 +35,7 @@ def check_same_config(config: Section, ranks: Ranks, under: str = "") -> None:
     Raises:
         ConfigError: on every rank, with the keys that differ and their values by rank.
     """
-    told = {key: text for key, text in _flat(config, under) if key.partition("[")[0] not in _MAY_DIFFER}
+    told = {key: text for key, text in _flat(config, under) if not _MAY_DIFFER.fullmatch(key)}
     if found := ranks.compare(told, "comparing the configurations of the ranks"):
         raise ConfigError(
             f"the ranks were started with different configurations: {_sentence(found)}",
@@ -77,6 +71,32 @@ def check_same_model(model: nn.Module, ranks: Ranks) -> None:
         raise UsageError(
             f"the ranks were given different models: {_sentence(found)}",
             hint="build the same model on every rank, from the same code",
+        )
+
+
+def weights_told(model: nn.Module) -> dict[str, str]:
+    """What tells the weights of one rank from those of another: a digest of the edges of each parameter, by name."""
+    told = {}
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        edges = torch.cat((flat[:_EDGE], flat[-_EDGE:]))
+        if not edges.is_meta:
+            told[name] = digest_bytes(edges.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return told
+
+
+def check_same_weights(told: Mapping[str, str], ranks: Ranks) -> None:
+    """Compares what ranks start with where no checkpoint gives them their weights.
+
+    Raises:
+        UsageError: on every rank. Shards of different weights would make one model that nobody has built.
+    """
+    if found := ranks.compare(told, "comparing the weights of the ranks"):
+        raise UsageError(
+            f"the ranks start with different weights: {', '.join(list(found)[:_SHOWN])}"
+            + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""),
+            hint="draw or load the weights on every rank alike, from one seed or one file; or give them by "
+            "checkpoint.load_path",
         )
 
 

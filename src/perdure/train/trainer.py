@@ -18,6 +18,7 @@ from perdure.engine.checkpointer import Checkpointer, Loaded
 from perdure.engine.laps import Laps, process_age
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
+from perdure.engine.same_settings import check_same_weights, weights_told
 from perdure.errors import TrainingError, UsageError
 from perdure.parallel.apply import parallelize
 from perdure.parallel.mesh import make_mesh
@@ -126,6 +127,7 @@ class Trainer:
         self.train_dataset = build.data(config, self.train_dataset)
         compute = build.policy_dtype(config, self.model, self.mesh)
         network = build.network(config, self.model, self.train_dataset, self.ranks, policy=compute is not None)
+        self._first_weights = weights_told(network) if self.ranks.size > 1 else {}
         self.scaler = build.loss_scaler(config, network)
         self._parallel = parallelize(network, self.mesh, self.device, config, compute)
         self.model = self._parallel.model
@@ -183,11 +185,14 @@ class Trainer:
         """Loads what there is to load, and goes on from there."""
         state, training = self.state, self.config.training
         saved = self.checkpointer.load(checkpoint_path)
-        self._laps.end("agree", self.checkpointer.loaded.phases if self.checkpointer.loaded is not None else None)
+        loaded = self.checkpointer.loaded
+        self._laps.end("agree", loaded.phases if loaded is not None else None)
         state.steps, state.attempt = training.steps, self.checkpointer.attempt
         state.global_batch_size, state.stretches = training.global_batch_size, self.loader.stretches
-        if self.checkpointer.loaded is not None:
-            self._go_on_from(self.checkpointer.loaded, saved)
+        if loaded is not None:
+            self._go_on_from(loaded, saved)
+        elif not self.config.checkpoint.base_load_path:
+            check_same_weights(self._first_weights, self.ranks)
 
     def _go_on_from(self, loaded: Loaded, saved: Progress) -> None:
         """Puts state, data, health and loss scale where the checkpoint left them, and says so."""
