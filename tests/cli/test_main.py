@@ -91,6 +91,15 @@ def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert told.err == "error: no command `dat`; did you mean `data`?\n\nhint: see `perdure --help`\n"
 
 
+def test_a_file_for_a_command_is_probably_to_be_trained_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").touch()
+    assert run(["run.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("error: no command `run.yaml`; did you mean `train run.yaml`?")
+
+
 def test_unknown_option_is_told_in_our_manner(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--bogus"]) == 2
     assert capsys.readouterr().err.startswith("error: no such option `--bogus`")

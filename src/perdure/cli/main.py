@@ -74,6 +74,7 @@ class LazyGroup(click.Group):
         known = self.list_commands(ctx)
         if args[0] not in known and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0], known, n=1)
+            near = [f"train {args[0]}"] if os.path.isfile(args[0]) else near
             guess = f"; did you mean `{near[0]}`?" if near else ""
             raise click.UsageError(f"no command `{args[0]}`{guess}", ctx)
         return super().resolve_command(ctx, args)

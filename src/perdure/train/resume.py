@@ -141,7 +141,8 @@ def resume_point(saved: Progress, training: Mapping[str, Any], wish: Wish, datas
             point.warnings.append(f"with the data, what follows their samples begins afresh: {what}")
     if "data_skip_steps" in fresh_wishes:
         point.consumed_samples = wish.plan.after(point.consumed_samples, wish.data_skip_steps)
-        point.notes.append(f"{wish.data_skip_steps} steps of data left out (data_skip_steps)")
+        steps = f"{wish.data_skip_steps} step{'s' * (wish.data_skip_steps > 1)}"
+        point.notes.append(f"{steps} of data left out (data_skip_steps)")
     return point
 
 

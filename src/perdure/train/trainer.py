@@ -243,7 +243,7 @@ class Trainer:
             "skipped_steps": [self.state.skipped_steps, self.state.consecutive_skipped_steps],
             "owes_evaluation": bool(self.state.stop_signal) and self.evaluates_at(self.state.global_step),
             "left_out": self._left_out.record(),
-            "stretches": self.loader.record().lengths,
+            "stretches": [list(stretch) for stretch in self.loader.record().lengths],
         }
 
     # ---- training
