@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests import tiny
 from torch import Tensor, nn
 
+from perdure import CheckpointConfig, Checkpointer
 from perdure.catalog.events import read_events
 from perdure.catalog.root import Root
-from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError
+from perdure.cli.main import run
+from perdure.errors import CheckpointNotFoundError, DamagedCheckpointError, UsageError
 
 
 def flip(path: Path, at: int) -> None:
@@ -110,3 +113,47 @@ def test_fallback_passes_over_a_parent_that_retention_removed(tmp_path: Path) ->
     flip(next((tmp_path / "checkpoint" / "iteration_00000008").glob("*-model-*")), -1)
     tiny.trainer(tmp_path, 9).train()
     assert [row[0] for row in tiny.trace(tmp_path)] == list(range(1, 10))
+
+
+def test_a_repaired_iteration_is_taken_again_once_somebody_has_pointed_at_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "checkpoint"
+    tiny.trainer(tmp_path, 10, checkpoint={"save_max": 9}).train()
+    shard = next((root / "iteration_00000010").glob("*-opt-*"))
+    whole = shard.read_bytes()
+
+    def loaded() -> int:
+        model = tiny.Net()
+        config = CheckpointConfig(save_path=str(root), auto_resume=True)
+        with Checkpointer(config, model=model, optimizer=torch.optim.AdamW(model.parameters())) as checkpointer:
+            return checkpointer.load().global_step
+
+    flip(shard, -1)
+    assert loaded() == 5
+    shard.write_bytes(whole)
+    capfd.readouterr()
+    assert loaded() == 5
+    assert f"once repaired: perdure rewind {root} --to 10" in capfd.readouterr().err
+    assert run(["rewind", str(root), "--to", "10"]) == 0
+    assert loaded() == 10
+    # One that was not repaired is found out again.
+    flip(shard, -1)
+    assert run(["rewind", str(root), "--to", "10"]) == 0
+    assert loaded() == 5
+    assert loaded() == 5
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "latest_checkpointed_iteration.txt"])
+def test_what_could_never_be_written_is_told_before_training(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(UsageError, match=f"{name} is a directory, where a file is to be written"):
+        Checkpointer(CheckpointConfig(save_path=str(tmp_path)), model=nn.Linear(2, 1))
+
+
+def test_a_save_path_that_is_no_directory_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(UsageError, match=f"{name} cannot be made: it is no directory"):
+            Checkpointer(CheckpointConfig(save_path=str(tmp_path / name)), model=nn.Linear(2, 1))

@@ -169,10 +169,13 @@ def decide(
     if not sound:
         raise DamagedCheckpointError(
             f"{where}: {chosen.dirname} is marked as damaged, and no sound one that it descends from is left",
-            hint=f"perdure verify --read-data {where}",
+            hint=f"perdure verify --read-data {where}; once repaired: perdure rewind {where} --to {chosen.iteration}",
         )
     if sound[0] is not chosen:
-        warnings.append(f"{chosen.dirname} is marked as damaged; taking {sound[0].dirname}, from which it descends")
+        warnings.append(
+            f"{chosen.dirname} is marked as damaged; taking {sound[0].dirname}, from which it descends (once repaired: "
+            f"perdure rewind {where} --to {chosen.iteration})"
+        )
     if not load_healthy or sound[0].commit.healthy:
         return Choice(sound[0], warnings)
     healthy = next((i for i in sound if i.commit.healthy), None)

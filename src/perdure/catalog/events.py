@@ -60,9 +60,15 @@ def mark_damaged(root: Root, iteration: Iteration, why: str, *, now: float | Non
 
 
 def damage_marks(root: Root) -> set[str]:
-    """Commit digests of the iterations that were found damaged."""
-    marks = (e.get("commit") for e in read_events(root) if e["event"] == "damage")
-    return {m for m in marks if isinstance(m, str) and is_digest(m)}
+    """Commit digests of the iterations that were found damaged, and to which nobody has rewound since."""
+    marks: set[str] = set()
+    for event in read_events(root):
+        commit = event.get("commit")
+        if event["event"] == "damage" and isinstance(commit, str) and is_digest(commit):
+            marks.add(commit)
+        elif event["event"] == "rewind" and isinstance(commit, str):
+            marks.discard(commit)
+    return marks
 
 
 def end_torn_line(root: Root) -> bool:

@@ -35,7 +35,9 @@ def command(root: Path, target: int) -> None:
             raise CheckpointNotFoundError(f"{root} holds no committed iteration {target}; it has {have}")
         before = place.tracker().text
         set_tracker(place, target)
-        append_event(place, "rewind", to=target, sequence=iteration.commit.sequence, tracker_before=before)
+        # A mark of damage ends with it: the iteration may have been repaired, and is looked at anew.
+        commit = iteration.commit
+        append_event(place, "rewind", to=target, sequence=commit.sequence, commit=commit.digest, tracker_before=before)
     finally:
         lock.release()
     render.say(f"{root} now points at {iteration.dirname} (before: {before or 'nothing'})")

@@ -21,6 +21,7 @@ from perdure.engine.priority import lower_priority
 from perdure.engine.ranks import Ranks
 from perdure.engine.same_directory import check_shared
 from perdure.errors import SaveError, UsageError
+from perdure.format.names import EVENTS, TRACKER
 from perdure.storage.base import Storage
 
 __all__ = ["SaveRoot", "check_continues", "check_unused"]
@@ -241,10 +242,17 @@ class SaveRoot:
         try:
             os.makedirs(self.root.path, exist_ok=True)
         except OSError as error:
+            why = "it is no directory" if os.path.lexists(self.root.path) else error.strerror
             raise UsageError(
-                f"checkpoint.save_path: {self.root.path} cannot be made: {error.strerror}",
+                f"checkpoint.save_path: {self.root.path} cannot be made: {why}",
                 hint="name a directory that can be: checkpoint.save_path (default: `checkpoint` in output_dir)",
             ) from error
+        for name in (TRACKER, EVENTS):
+            if self.root.storage.is_directory(self.root.join(name)):
+                raise UsageError(
+                    f"checkpoint.save_path: {self.root.join(name)} is a directory, where a file is to be written",
+                    hint="move it away, or save elsewhere",
+                )
         self.lock = RootLock.acquire(self.root.path, attempt=self.attempt)
 
     def _recover(self) -> None:
