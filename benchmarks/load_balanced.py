@@ -2,9 +2,10 @@
 
     python benchmarks/load_balanced.py [--gib 1] [--rounds 5] [--ranks 2 4]
 
-Interleaved: one rank alone, then N ranks with load_balanced False, True, and True over the process group only. Prints
-medians in seconds (the slowest rank's), ratios to one rank's read, bytes and CPU seconds of all ranks; writes
-benchmarks/results/load_balanced.json. Cold needs the right to drop the page cache; else it says warm.
+Interleaved: one rank alone, then N ranks with load_balanced False, True, and True over the process group only, and what
+one would write by hand for a single file (common/by_hand.py). Prints medians in seconds (the slowest rank's), ratios to
+one rank's read, bytes and CPU seconds of all ranks; writes benchmarks/results/load_balanced.json. Cold needs the right
+to drop the page cache; else it says warm.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from common.by_hand import ByHand, Shared
+from common.raw import raw_write
 from torch import nn
 
 from perdure import CheckpointConfig, Checkpointer, Progress
@@ -52,23 +55,31 @@ def drop_caches() -> bool:
     return True
 
 
-def work(rank: int, ranks: int, store: str, root: str, gib: float, rounds: int, told: str) -> None:
+def work(
+    rank: int, ranks: int, store: str, root: str, gib: float, rounds: int, told: str, raw: str, shared: Shared
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     model, optimizer = build(gib)
     alone = dist.new_group([0])
     del alone
+    tensors = [t for p in model.parameters() for t in (p, *optimizer.state[p].values()) if t.dim()]
+    by_hand = ByHand(rank, ranks, shared, raw, tensors)
     found: dict[str, list[float]] = defaultdict(list)
     cpu: dict[str, list[float]] = defaultdict(list)
     bytes_read: dict[str, int] = {}
     for turn in range(rounds + 1):
-        for name in ("one rank", "everyone reads", "balanced", "balanced, process group"):
+        for name in ("one rank", "everyone reads", "balanced", "balanced, process group", "by hand"):
             segment._SHARED = "/nowhere" if "group" in name else "/dev/shm"
             if rank == 0:
                 drop_caches()
             dist.barrier()
             seconds, count, used = 0.0, 0, time.process_time()
-            if name == "one rank":
+            if name == "by hand":
+                began = time.perf_counter()
+                count = by_hand.load()
+                seconds = time.perf_counter() - began
+            elif name == "one rank":
                 if rank == 0:
                     seconds, count = load(model, optimizer, root, False, One())
             else:
@@ -133,11 +144,18 @@ def main() -> None:
             CheckpointConfig(save_path=root), model=model, optimizer=optimizer, say=lambda x: None
         ) as each:
             each.save(Progress(1, 1, 1), wait=True)
+        raw = Path(f"{folder}/raw").absolute()
+        raw_write(raw, 3 * sum(p.nbytes for p in model.parameters()))
         del model, optimizer
         for ranks in options.ranks:
             told = f"{folder}/told-{ranks}.json"
             store = os.path.abspath(f"{folder}/store-{ranks}")
-            mp.spawn(work, (ranks, store, root, options.gib, options.rounds, told), nprocs=ranks)
+            shared = Shared(mp.get_context("spawn"), ranks)
+            try:
+                given = (ranks, store, root, options.gib, options.rounds, told, str(raw), shared)
+                mp.spawn(work, given, nprocs=ranks)
+            finally:
+                shared.close()
             measured = json.loads(Path(told).read_text())
             alone = statistics.median(measured["seconds"]["one rank"])
             rows = {}

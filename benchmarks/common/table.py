@@ -44,6 +44,7 @@ def page() -> Iterator[str]:
     yield from saves_and_loads()
     yield from asynchronous()
     yield from ranks()
+    yield from balanced()
     yield from others()
 
 
@@ -113,6 +114,26 @@ def ranks() -> Iterator[str]:
     yield "| --- |" + " ---: |" * len(runs)
     for name in runs[0]["median_s"]:
         yield f"| {name} | " + " | ".join(f"{run['median_s'][name]:.3f}" for run in runs) + " |"
+    yield ""
+
+
+def balanced() -> Iterator[str]:
+    found = results("load_balanced")
+    runs = {name: rows for name, rows in found.items() if name.endswith(" ranks")}
+    if not runs:
+        return
+    yield "## One state to all ranks of a machine\n"
+    yield filled(
+        f"A replicated state of {found['gib']:g} GiB{', nothing in the page cache' if found['cold'] else ''}: seconds "
+        "of the slowest rank, as a multiple of what one rank takes alone, and GiB read from storage by all. *By hand* "
+        "is what `load_balanced` could reach: ranks that know one file's layout beforehand read a part each into "
+        "memory that all see and that is there already, digest it, and copy all of it."
+    )
+    yield "| |" + "".join(f" {name}, s | times one's | GiB read |" for name in runs)
+    yield "| --- |" + " ---: | ---: | ---: |" * len(runs)
+    for row in next(iter(runs.values())):
+        cells = (rows[row] for rows in runs.values())
+        yield f"| {row} |" + "".join(f" {c['s']:.3f} | {c['ratio']:.2f} | {c['bytes'] / 2**30:.2f} |" for c in cells)
     yield ""
 
 
