@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perdure.errors import UnsupportedStateError
+from perdure.errors import MismatchError, UnsupportedStateError
 from perdure.state.jsonable import from_json, to_json
 from perdure.state.shards import dtype_name
 
-__all__ = ["few", "group_settings", "moved_parameters", "setting_tensor"]
+__all__ = ["few", "group_settings", "moved_parameters", "refuse_missing_state", "setting_tensor"]
 
 _MOST_ELEMENTS = 64
 
@@ -70,6 +70,32 @@ def group_settings(
             moved = [name for part in sorted(parts, key=len)[:-1] for name in part]
             notes.append(f"the settings of saved group {number} now hold for {len(parts)} groups; moved: {few(moved)}")
     return found
+
+
+def refuse_missing_state(
+    live: Sequence[dict[str, Any]], names: Mapping[int, str], states: Mapping[int, Mapping[str, Any]], kind: str
+) -> None:
+    """Looks for settings that were turned on since, and that torch's optimizers would look for a state of.
+
+    Args:
+        states: `id(parameter)` -> the state that it is about to have.
+        kind: class name of the optimizer.
+
+    Raises:
+        MismatchError: there is one; its first step would fail.
+    """
+    needs = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
+    if kind == "RMSprop":
+        needs["momentum"] = "momentum_buffer"
+    for group in live:
+        for setting, key in needs.items():
+            without = [names[id(p)] for p in group["params"] if states.get(id(p)) and key not in states[id(p)]]
+            if group.get(setting) and without:
+                raise MismatchError(
+                    f"optimizer: {setting} is {group[setting]} here, and the checkpoint has no {key} for "
+                    f"{len(without)} parameters: {few(without)}",
+                    hint=f"leave {setting} as it was, or start from the weights only: checkpoint.no_load_optim=True",
+                )
 
 
 def moved_parameters(

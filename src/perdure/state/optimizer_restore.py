@@ -15,7 +15,7 @@ from perdure.format.dtypes import BY_SAFETENSORS, BY_TORCH
 from perdure.format.metadata import TensorRecord
 from perdure.state.arena import Arena
 from perdure.state.dormant import lay_to_rest
-from perdure.state.groups import few, group_settings, moved_parameters
+from perdure.state.groups import few, group_settings, moved_parameters, refuse_missing_state
 from perdure.state.jsonable import from_json
 from perdure.state.optimizer import MASTER, OptimizerView
 from perdure.state.shards import NamedTensor, blank, describe, dtype_name
@@ -128,8 +128,10 @@ def prepare_optimizer(
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
     if restore_settings:
         settings = group_settings(view.optimizer.param_groups, view.names, groups, restore.notes)
-    elif moved := moved_parameters(view.optimizer.param_groups, view.names, groups):
-        restore.notes.append(f"{len(moved)} parameters are in another group than before: {few(moved)}")
+    else:
+        refuse_missing_state(view.optimizer.param_groups, view.names, states, view.type)
+        if moved := moved_parameters(view.optimizer.param_groups, view.names, groups):
+            restore.notes.append(f"{len(moved)} parameters are in another group than before: {few(moved)}")
 
     def install() -> None:
         room.finish()

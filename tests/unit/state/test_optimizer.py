@@ -485,3 +485,30 @@ def test_a_master_that_is_missing_or_of_another_shape() -> None:
     saved.records[f"{MASTER}.0.weight"] = msgspec.structs.replace(record, shape=(9, 9))
     with pytest.raises(MismatchError, match=r"main_param\.0\.weight.*\[9, 9\]"):
         saved.prepare(fresh)
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        (AdamW, {}, {"amsgrad": True}),
+        (RMSprop, {}, {"centered": True}),
+        (RMSprop, {}, {"momentum": 0.9}),
+        (SGD, {}, {"momentum": 0.9}),
+        (AdamW, {"amsgrad": True}, {}),
+    ],
+)
+def test_a_setting_that_was_turned_on_has_its_state_or_is_refused(kind: Any, before: Any, after: Any) -> None:
+    saved, live = model(), model(1)
+    optimizer = kind(saved.parameters(), lr=0.1, **before)
+    train(saved, optimizer)
+    held = Saved(view_of(saved, optimizer))
+    restored = kind(live.parameters(), lr=0.1, **after)
+    if after and kind is not SGD:
+        with pytest.raises(
+            MismatchError, match=rf"optimizer: {next(iter(after))} is .* here, and the checkpoint has no"
+        ):
+            held.load(view_of(live, restored), restore_settings=False)
+        assert not restored.state
+    else:
+        held.load(view_of(live, restored), restore_settings=False)
+        train(live, restored)
