@@ -202,3 +202,9 @@ def test_a_large_model_costs_no_memory(trained: Path) -> None:
     assert min(said.held) > 8 << 30
     assert not torch.distributed.is_initialized()
     assert Root("new/checkpoint").iterations() == []
+
+
+def test_steps_without_a_rate_are_told_beforehand(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not [w for w in told(capsys)["warnings"] if "rate is 0" in w]
+    (warning,) = [w for w in told(capsys, "training.steps=20")["warnings"] if "rate is 0" in w]
+    assert "from step 13 to the last, 20" in warning

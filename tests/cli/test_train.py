@@ -222,3 +222,17 @@ def test_metrics_are_json_whatever_the_numbers(here: Path) -> None:
     assert run(words("lr_scheduler.learning_rate=1e30", "training.steps=4", "training.max_norm=1000")) == 0
     lines = [json.loads(line) for line in (here / "out" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 4
+
+
+def test_what_is_wrong_with_data_says_with_which_and_what_would_help(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words("train_dataset.dataloader.path=nowhere.txt")) == 1
+    assert "error: train_dataset.dataloader: nowhere.txt: No such file or directory" in capfd.readouterr().err
+    assert run(words("training.steps=2", "eval_dataset.dataloader.type=Text")) == 0
+    assert "eval_dataset is never used: training.eval_interleaved_steps is 0" in capfd.readouterr().err
+    assert run(words("training.steps=3", "train_dataset.dataloader.seq_length=8")) == 1
+    err = capfd.readouterr().err
+    assert "seq_length: " in err
+    # More windows, but of other samples.
+    assert "accept_data_growth" not in err

@@ -22,7 +22,7 @@ from perdure.data.sources.registry import build_source, source_keys
 from perdure.engine.launcher import check_joined, number_told
 from perdure.engine.ranks import Ranks
 from perdure.engine.same_settings import check_same_config, check_same_model
-from perdure.errors import ConfigError, UsageError
+from perdure.errors import ConfigError, DataError, UsageError
 from perdure.importing import KeyFaults, did_you_mean, import_object, section_keys
 from perdure.models.build import build_model, computes_in_its_own
 from perdure.models.lora import add_adapters
@@ -45,6 +45,7 @@ __all__ = [
     "device",
     "evaluation",
     "evaluation_data",
+    "idle_warning",
     "layout",
     "network",
     "optimizer_and_schedule",
@@ -107,6 +108,8 @@ def evaluation(
     """What evaluates between steps, on the data passed or described, where the configuration asks for it."""
     training = config.training
     if not training.eval_interleaved_steps:
+        if given is not None or config.eval_dataset is not None:
+            say("warning: eval_dataset is never used: training.eval_interleaved_steps is 0")
         return None
     loader = evaluation_feed(config, evaluation_data(config, given), mesh, ranks, say)
     return Evaluation(loader, loss=loss, ranks=ranks, mesh=mesh, device=device, seed=training.seed)
@@ -116,10 +119,14 @@ def _source(config: TrainConfig, section: DataloaderConfig, name: str) -> Any:
     def fault(key: str, text: str) -> ConfigError:
         return config.fault(f"{name}.dataloader.{key}", text)
 
-    keys = section.extras()
-    if "column_names" in source_keys(str(section.type), fault=fault):
-        return build_source(str(section.type), {"column_names": section.column_names, **keys}, fault=fault)
-    return _columns(config, section, name, build_source(str(section.type), keys, fault=fault))
+    keys, takes_columns = section.extras(), "column_names" in source_keys(str(section.type), fault=fault)
+    if takes_columns:
+        keys = {"column_names": section.column_names, **keys}
+    try:
+        source = build_source(str(section.type), keys, fault=fault)
+    except DataError as error:
+        raise DataError(f"{name}.dataloader: {error.message}", hint=error.hint) from error
+    return source if takes_columns else _columns(config, section, name, source)
 
 
 def _columns(config: TrainConfig, section: DataloaderConfig, name: str, dataset: Any) -> Any:
@@ -243,13 +250,13 @@ def optimizer_and_schedule(
     def rate(step: int, samples: int, size: int) -> float:
         return schedule.rate(global_step=step, consumed_samples=samples, global_batch_size=size)
 
-    if idle := _idle_from(config, rate):
-        say(f"warning: the learning rate is 0 from step {idle} to the last, {config.training.steps} (lr_scheduler)")
+    if warning := idle_warning(config, rate):
+        say(f"warning: {warning}")
     return optimizer, rate
 
 
-def _idle_from(config: TrainConfig, rate: Rate) -> int:
-    """The first of the last steps of a run that have no learning rate; 0 where it has one to its end, or never."""
+def idle_warning(config: TrainConfig, rate: Rate) -> str:
+    """A line for a run whose last steps have no learning rate; empty where it has one to its end, or never."""
     steps, size = config.training.steps, config.training.global_batch_size
 
     def is_idle(step: int) -> bool:
@@ -257,8 +264,9 @@ def _idle_from(config: TrainConfig, rate: Rate) -> int:
 
     # The last step alone may well be where a schedule arrives at 0.
     if config.lr_scheduler.learning_rate == 0 or steps < 3 or not (is_idle(steps - 1) and is_idle(steps - 2)):
-        return 0
-    return bisect_left(range(steps), True, 1, key=is_idle) + 1
+        return ""
+    first = bisect_left(range(steps), True, 1, key=is_idle) + 1
+    return f"the learning rate is 0 from step {first} to the last, {steps} (lr_scheduler)"
 
 
 def _holds(optimizer: Any, model: nn.Module) -> bool:

@@ -155,6 +155,8 @@ def _tell_position(config: TrainConfig, candidate: Candidate | None, dataset: An
         place(loader, point)
         warning = rate_warning(candidate.training.get("settings", {}), rate, state, size)
         told.warnings += [warning] if warning else []
+    idle = build.idle_warning(config, rate)
+    told.warnings += [idle] if idle else []
     coming = loader.plan.step_range(state.consumed_samples)
     told.step, told.next_samples = state.global_step, (coming.first, coming.last)
     told.epoch, told.step_in_epoch = loader.counters

@@ -157,7 +157,7 @@ def _check_data(training: Mapping[str, Any], dataset: Mapping[str, Any], consume
         ways = (
             "training.ignore_data_skip=True starts the data afresh, training.data_skip_steps=N goes on N steps further"
         )
-        if can_grow and has_grown(saved, dataset):
+        if can_grow and has_grown(saved, dataset) and not differences(saved, dataset, grown=True):
             ways += ", training.accept_data_growth=True takes in what was added at their end from the next epoch on"
         raise DataError(
             "the training data are not those that the checkpoint was trained on:\n  " + "\n  ".join(found),
