@@ -107,7 +107,9 @@ class ByHand:
     def _read(self, block: int) -> int:
         bounce = getattr(self._local, "bounce", None)
         if bounce is None:
-            bounce = self._local.bounce = memoryview(aligned(BOUNCE))
+            memory = aligned(2 * BOUNCE)
+            begin = -address_of(memory) % BOUNCE
+            bounce = self._local.bounce = memoryview(memory)[begin : begin + BOUNCE]
         size, begin = min(BLOCK, self._size - block * BLOCK), self._slot(block)
         for at in range(0, size, BOUNCE):
             got = os.preadv(self._fd, [bounce], block * BLOCK + at)
