@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +60,24 @@ def test_other_data_or_another_model_are_named(tmp_path: Path) -> None:
     assert forked.job(tmp_path / "job", 2, work) == [0, 0], forked.told(tmp_path / "job")
 
 
-def test_other_weights_are_named_unless_a_checkpoint_gives_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [{}, {"data_parallel_shard": 2}], ids=["replicated", "sharded"])
+def test_ranks_that_drew_other_weights_start_from_those_of_the_first(tmp_path: Path, layout: dict[str, int]) -> None:
     def drawn(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return tiny.Net()
 
     def work(rank: int) -> None:
-        with pytest.raises(UsageError, match=r"start with different weights: first\.weight, first\.bias, last"):
-            trainer(tmp_path, rank, model=drawn(rank)).train()
-        assert trainer(tmp_path, rank, model=drawn(7)).train().global_step == 2
-        assert trainer(tmp_path, rank, model=drawn(rank), training={"steps": 3}).train().global_step == 3
+        for name, seed in (("alike", 7), ("apart", 7 + rank)):
+            trainer(tmp_path / name, rank, model=drawn(seed), parallelism=layout).train()
 
     assert forked.job(tmp_path / "job", 2, work) == [0, 0], forked.told(tmp_path / "job")
+    alike, apart = (sorted((tmp_path / name).rglob("metrics.jsonl")) for name in ("alike", "apart"))
+    losses = [
+        [json.loads(line)["loss"] for line in f.read_text().splitlines() if '"loss"' in line] for f in (*alike, *apart)
+    ]
+    assert len(losses) == 2
+    assert losses[0] == losses[1] != []
+    assert "the ranks were given different weights (first.weight and 3 more)" in forked.told(tmp_path / "job")
 
 
 def test_what_hosts_may_have_otherwise_changes_nothing(tmp_path: Path) -> None:

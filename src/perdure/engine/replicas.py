@@ -15,7 +15,7 @@ from perdure.engine.ranks import Ranks
 from perdure.errors import SaveError
 from perdure.state.shards import NamedTensor
 
-__all__ = ["check_replicas"]
+__all__ = ["check_replicas", "digest_of_edges"]
 
 _EDGE = 32
 _DOING = "comparing what several ranks hold"
@@ -39,12 +39,16 @@ def check_replicas(plan: SavePlan, tensors: Sequence[NamedTensor], buffers: Coll
     if ranks.size == 1:
         return
     held = _held_by_others_too(plan, tensors, buffers, ranks.rank)
-    told = ranks.exchange(lambda: [(*place, _digest(values.values())) for place, values in held.items()], _DOING)
+    told = ranks.exchange(
+        lambda: [(*place, digest_of_edges(values.values())) for place, values in held.items()], _DOING
+    )
     if (found := _first_differing(told)) is None:
         return
     one, other = found
     sums = ranks.exchange(
-        lambda: {f"{name}@{place}": _digest([v]) for place, values in held.items() for name, v in values.items()},
+        lambda: {
+            f"{name}@{place}": digest_of_edges([v]) for place, values in held.items() for name, v in values.items()
+        },
         _DOING,
     )
     differing = [key for key, digest in sums[one].items() if sums[other].get(key, digest) != digest]
@@ -87,7 +91,8 @@ def _held_by_others_too(
     return found
 
 
-def _digest(values: Iterable[Tensor]) -> int:
+def digest_of_edges(values: Iterable[Tensor]) -> int:
+    """What tells tensors from others of the same shapes that were drawn or read differently, at little cost."""
     edges: dict[torch.device, list[Tensor]] = defaultdict(list)
     for value in values:
         edges[value.device] += _edges(value)

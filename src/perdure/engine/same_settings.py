@@ -6,15 +6,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import nn
 
 from perdure.config.base import Section
 from perdure.engine.ranks import Ranks
 from perdure.errors import ConfigError, DataError, UsageError
-from perdure.format.digest import digest_bytes
+from perdure.state.model import live_tensors
+from perdure.state.shards import dtype_name
 
-__all__ = ["check_same_config", "check_same_data", "check_same_model", "check_same_weights", "weights_told"]
+__all__ = ["check_same_config", "check_same_data", "check_same_model"]
 
 # Where a rank finds and keeps things, and how it reads: hosts may differ in these. What is found is compared itself.
 _MAY_DIFFER = re.compile(
@@ -23,7 +23,6 @@ _MAY_DIFFER = re.compile(
     r"dataloader\.(python_multiprocessing|(.*\.)?path(\[\d+\])?))"
 )
 _SHOWN = 8
-_EDGE = 256
 
 
 def check_same_config(config: Section, ranks: Ranks, under: str = "") -> None:
@@ -58,45 +57,20 @@ def check_same_data(identity: Mapping[str, object], ranks: Ranks) -> None:
 
 
 def check_same_model(model: nn.Module, ranks: Ranks) -> None:
-    """Compares names, shapes and kinds of parameters, before any of it is cut.
+    """Compares names, shapes and kinds of parameters and persistent buffers, before any of it is cut.
 
     Raises:
         UsageError: on every rank.
     """
     told = {
-        name: f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}{'' if p.requires_grad else ' frozen'}"
-        for name, p in model.named_parameters()
+        name: f"{dtype_name(t.dtype)} {list(t.shape)}"
+        + " frozen" * (isinstance(t, nn.Parameter) and not t.requires_grad)
+        for name, t in live_tensors(model).items()
     }
     if found := ranks.compare(told, "comparing the models of the ranks"):
         raise UsageError(
             f"the ranks were given different models: {_sentence(found)}",
             hint="build the same model on every rank, from the same code",
-        )
-
-
-def weights_told(model: nn.Module) -> dict[str, str]:
-    """What tells the weights of one rank from those of another: a digest of the edges of each parameter, by name."""
-    told = {}
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().flatten()
-        edges = torch.cat((flat[:_EDGE], flat[-_EDGE:]))
-        if not edges.is_meta:
-            told[name] = digest_bytes(edges.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return told
-
-
-def check_same_weights(told: Mapping[str, str], ranks: Ranks) -> None:
-    """Compares what ranks start with where no checkpoint gives them their weights.
-
-    Raises:
-        UsageError: on every rank. Shards of different weights would make one model that nobody has built.
-    """
-    if found := ranks.compare(told, "comparing the weights of the ranks"):
-        raise UsageError(
-            f"the ranks start with different weights: {', '.join(list(found)[:_SHOWN])}"
-            + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""),
-            hint="draw or load the weights on every rank alike, from one seed or one file; or give them by "
-            "checkpoint.load_path",
         )
 
 

@@ -18,7 +18,7 @@ from perdure.engine.checkpointer import Checkpointer, Loaded
 from perdure.engine.laps import Laps, process_age
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
-from perdure.engine.same_settings import check_same_weights, weights_told
+from perdure.engine.same_weights import take_the_first_ones
 from perdure.errors import TrainingError, UsageError
 from perdure.parallel.apply import parallelize
 from perdure.parallel.mesh import make_mesh
@@ -127,7 +127,7 @@ class Trainer:
         self.train_dataset = build.data(config, self.train_dataset)
         compute = build.policy_dtype(config, self.model, self.mesh)
         network = build.network(config, self.model, self.train_dataset, self.ranks, policy=compute is not None)
-        self._first_weights = weights_told(network) if self.ranks.size > 1 else {}
+        self._differed = take_the_first_ones(network, self.ranks)
         self.scaler = build.loss_scaler(config, network)
         self._parallel = parallelize(network, self.mesh, self.device, config, compute)
         self.model = self._parallel.model
@@ -191,8 +191,11 @@ class Trainer:
         state.global_batch_size, state.stretches = training.global_batch_size, self.loader.stretches
         if loaded is not None:
             self._go_on_from(loaded, saved)
-        elif not self.config.checkpoint.base_load_path:
-            check_same_weights(self._first_weights, self.ranks)
+        elif self._differed:
+            told = (
+                f"{self._differed[0]} and {len(self._differed) - 1} more" if self._differed[1:] else self._differed[0]
+            )
+            self.console.say(f"the ranks were given different weights ({told}); all start from those of rank 0")
 
     def _go_on_from(self, loaded: Loaded, saved: Progress) -> None:
         """Puts state, data, health and loss scale where the checkpoint left them, and says so."""
