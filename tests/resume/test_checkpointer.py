@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from perdure import Checkpoint, CheckpointConfig, Checkpointer, PerdureError, Pr
 from perdure.catalog.events import read_events
 from perdure.catalog.root import Root
 from perdure.errors import UnsupportedStateError, UsageError
+from perdure.storage.local import LocalStorage
 
 
 def opened(path: Path, model: nn.Module, optimizer: Any = None, extra: Any = None, **keys: Any) -> Checkpointer:
@@ -269,3 +273,65 @@ def test_weights_without_memory_are_told_with_the_way_on(tmp_path: Path) -> None
             pytest.raises(UnsupportedStateError, match=hint),
         ):
             checkpointer.load()
+
+
+class Interrupting(LocalStorage):
+    """Is stopped by the keyboard at its n-th new file."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def create(self, path: str, size: int) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return super().create(path, size)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_save_after_one_that_was_interrupted_is_made(tmp_path: Path, number: int) -> None:
+    model, optimizer = save_steps(tmp_path, 1)
+    config = CheckpointConfig(save_path=str(tmp_path), auto_resume=True)
+    storage = Interrupting(number)
+    with Checkpointer(config, model=model, optimizer=optimizer, storage=storage) as checkpointer:
+        progress = checkpointer.load()
+        progress.advance()
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(progress, wait=True)
+        assert checkpointer.save(progress, wait=True)
+    assert tiny.numbers(tmp_path) == [1, 2]
+    assert verify(tmp_path, read_data=True).ok
+
+
+UNCLOSED = """
+import errno, sys, time, torch
+from perdure import CheckpointConfig, Checkpointer, Progress
+from perdure.storage.local import LocalStorage
+
+class Slow(LocalStorage):
+    def create(self, path, size):
+        time.sleep(0.3)
+        return super().create(path, size)
+
+class Full(LocalStorage):
+    def create(self, path, size):
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+model = torch.nn.Linear(2, 2)
+kept = []
+for name, storage in (("slow", Slow()), ("full", Full())):
+    config = CheckpointConfig(save_path=f"{sys.argv[1]}/{name}", async_save=True)
+    kept.append(Checkpointer(config, model=model, storage=storage))
+    kept[-1].save(Progress(1, 1, 1))
+"""
+
+
+def test_a_program_that_ends_without_closing_has_its_last_save_or_is_told(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", UNCLOSED, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "src"}, timeout=100)
+    assert done.returncode == 0
+    assert tiny.numbers(tmp_path / "slow") == [1]
+    assert verify(tmp_path / "slow", read_data=True).ok
+    assert done.stderr.startswith("error: step 1 could not be saved below")
+    assert "No space left" in done.stderr

@@ -276,6 +276,10 @@ class Checkpointer:
                 self._after_commit(commit, seconds)
         except SaveError as error:
             self._failed(error, job)
+        except BaseException:
+            # Ctrl-C, say: whoever catches it and saves again means it.
+            self._not_saved(job)
+            raise
         self.last_stall_s = time.monotonic() - started
         return True
 
@@ -321,10 +325,8 @@ class Checkpointer:
             return
         self.ranks.failed(error)
         # The first error is the one to be told; a save under way is still let finish.
-        if self._underway is not None:
-            self._underway.thread.join()
-            if self._underway.error is not None:
-                self._say(f"warning: {self._underway.error}")
+        if self._underway is not None and (failed := self._underway.outcome()) is not None:
+            self._say(f"warning: {failed}")
         self._release()
 
     def _finish_underway(self) -> None:
@@ -332,7 +334,7 @@ class Checkpointer:
         if underway is None:
             return
         try:
-            self.ranks.agree(underway.error, f"saving step {underway.job.common.global_step}")
+            self.ranks.agree(underway.outcome(), f"saving step {underway.job.common.global_step}")
             self._settle(underway.job, underway.commit, underway.seconds)
         except SaveError as error:
             self._failed(error, underway.job)
@@ -357,14 +359,17 @@ class Checkpointer:
         self._save_root.retain()
 
     def _failed(self, error: SaveError, job: SaveJob | None) -> None:
-        self._last_saved = (-1, -1)
-        if job is not None and job.staging.published:
-            self._save_root.parent = job.identity.sequence
+        self._not_saved(job)
         self._save_root.event("save_failed", why=error.message)
         if self.config.on_save_error == "warn":
             self._say(f"warning: {error.message}; the run goes on without it (on_save_error: warn)")
             return
         raise error
+
+    def _not_saved(self, job: SaveJob | None) -> None:
+        self._last_saved = (-1, -1)
+        if job is not None and job.staging.published:
+            self._save_root.parent = job.identity.sequence
 
     # ---- the root, and whose it is
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +34,24 @@ class Underway:
     seconds: float = 0.0
     commit: CommitRecord | None = None
     error: BaseException | None = None
+
+    def outcome(self) -> BaseException | None:
+        """Waits for the end; what it raised, which is then known to the program."""
+        self.thread.join()
+        _unheard.pop(id(self), None)
+        return self.error
+
+
+_unheard: dict[int, Underway] = {}
+"""Saves behind training whose outcome nobody has asked for."""
+
+
+@atexit.register
+def _tell_unheard() -> None:
+    """A program that ends without closing its checkpointer is told all the same; its threads have ended by now."""
+    for underway in _unheard.values():
+        if underway.error is not None:
+            sys.stderr.write(f"error: {underway.error}\n")
 
 
 class SaveRunner:
@@ -112,6 +132,7 @@ class SaveRunner:
         self._ranks.phase.background = f"saving step {job.common.global_step} in the background"
         thread = threading.Thread(target=work, name=f"{SAVE_THREAD}-{job.common.global_step}", daemon=False)
         underway = Underway(job, thread)
+        _unheard[id(underway)] = underway
         thread.start()
         return underway
 

@@ -185,8 +185,11 @@ class SaveRoot:
         hidden = self._withdraw() if self.lock is not None and self.lock.still_mine() else []
         if hidden:
             self.finish_deletion()
-            self._deletion = threading.Thread(target=self._delete, args=(hidden,), name="perdure-delete")
-            self._deletion.start()
+            deletion = threading.Thread(target=self._delete, args=(hidden,), name="perdure-delete")
+            # None can be started once the interpreter ends; what is hidden is deleted at the next start.
+            with contextlib.suppress(RuntimeError):
+                deletion.start()
+                self._deletion = deletion
 
     def finish_deletion(self) -> None:
         """Waits until what retention gave up is deleted, and its room is free."""

@@ -278,8 +278,13 @@ class _Writing:
     def advance(self, buffers: WriteBuffers, until: int) -> None:
         """Writes the chunks that begin before byte `until`."""
         count = min(buffers.workers, -(-until // CHUNK))
-        workers = [buffers.pool.submit(self._work, buffers, until) for _ in range(count)]
+        workers: list[Future[None]] = []
         try:
+            try:
+                workers.extend(buffers.pool.submit(self._work, buffers, until) for _ in range(count))
+            except RuntimeError:
+                # The interpreter ends, and no pool takes work any more: a save under way is still let finish.
+                self._work(buffers, until)
             wait(workers)
         except BaseException as error:
             self._fail(error)
