@@ -11,10 +11,12 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import product
 from math import prod
 from operator import attrgetter
+from queue import LifoQueue
 from typing import Protocol
 
 import msgspec
@@ -35,6 +37,7 @@ from perdure.storage.base import FileReader
 __all__ = ["Fill", "ShardSource", "bytes_to_read", "read_tensors"]
 
 SLAB = BLOCK
+SLABS = 4
 SMALL = 1 << 20
 GAP = 64 << 10
 
@@ -213,8 +216,11 @@ class _Worker:
     def __init__(self, source: ShardSource, verify: bool, progress: Callable[[int], None] | None) -> None:
         self.bytes_read = 0
         self._source, self._verify, self._progress = source, verify, progress
-        self._local = threading.local()
         self._lock = threading.Lock()
+        # Of little memory for many threads, the last used comes first.
+        self._slabs: LifoQueue[_Slab] = LifoQueue()
+        for _ in range(SLABS):
+            self._slabs.put(_Slab())
 
     def run(self, task: _Task) -> None:
         """Reads what is needed of one shard."""
@@ -232,17 +238,19 @@ class _Worker:
         if len(tasks) == 1:
             self.run(tasks[0])
             return
-        first, last = tasks[0], tasks[-1]
-        size = last.offset + last.size - first.offset
-        slab = self.slab(size)[:size]
-        memory, address = memory_of(slab), slab.data_ptr()
         try:
-            first.reader.pread_into(memory, first.offset)
+            with self._slab() as slab:
+                self._read_group(tasks, slab)
         except EOFError:
             # Which of them is cut short is told by reading one by one.
             for task in tasks:
                 self.run(task)
-            return
+
+    def _read_group(self, tasks: list[_Task], room: _Slab) -> None:
+        first, last = tasks[0], tasks[-1]
+        slab = room.at_least(last.offset + last.size - first.offset)
+        memory, address = memory_of(slab), slab.data_ptr()
+        first.reader.pread_into(memory, first.offset)
         for task in tasks:
             begin = task.offset - first.offset
             end = begin + task.size
@@ -285,39 +293,55 @@ class _Worker:
         """Reads what any piece needs of a shard, a slab at a time, and copies from there."""
         box, (stored, itemsize) = task.shard.box, _stored(task.fill.record.dtype)
         overlaps = [o for p in task.pieces if (o := intersect(box, p.box)) is not None]
-        window = _Window(self, task, task.size)
-        for part, first in _slabs(box, overlaps, SLAB // itemsize):
-            data = window.at(first * itemsize, part.numel * itemsize)
-            values = as_dtype(data, stored).reshape(part.shape)
-            for piece in task.pieces:
-                copy_overlap(values, part, piece)
+        with self._slab() as slab:
+            window = _Window(self, task, slab)
+            for part, first in _slabs(box, overlaps, SLAB // itemsize):
+                data = window.at(first * itemsize, part.numel * itemsize)
+                values = as_dtype(data, stored).reshape(part.shape)
+                for piece in task.pieces:
+                    copy_overlap(values, part, piece)
 
-    def slab(self, size: int) -> Tensor:
-        """This thread's buffer of at least `size` bytes, used again; what it held is kept when it grows."""
-        buffer: Tensor | None = getattr(self._local, "buffer", None)
-        if buffer is None or buffer.numel() < size:
-            grown = torch.empty(max(size, min(size * 2, SLAB + BLOCK)), dtype=torch.uint8, device="cpu")
-            if buffer is not None:
-                grown[: buffer.numel()] = buffer
-            self._local.buffer = buffer = grown
-        return buffer
+    @contextmanager
+    def _slab(self) -> Iterator[_Slab]:
+        """A slab that no other thread uses meanwhile, of a few that are used again."""
+        slab = self._slabs.get()
+        try:
+            yield slab
+        finally:
+            self._slabs.put(slab)
 
     def _damage(self, task: _Task, what: str) -> DamagedCheckpointError:
         file, name = self._source.file_name(task.shard), task.fill.name
         return DamagedCheckpointError(f"{file}: {name[:300]}: {what}", file=file, tensor=name)
 
 
+class _Slab:
+    """Memory that is used again."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def at_least(self, size: int) -> Tensor:
+        """Its first `size` bytes; what they held is kept when it grows."""
+        held = self._buffer.numel()
+        if held < size:
+            grown = torch.empty(max(size, min(size * 2, SLAB + BLOCK)), dtype=torch.uint8, device="cpu")
+            grown[:held] = self._buffer
+            self._buffer = grown
+        return self._buffer[:size]
+
+
 class _Window:
     """The whole digest blocks of a shard that are at hand, moved forward over it; no block is read twice."""
 
-    def __init__(self, worker: _Worker, task: _Task, total: int) -> None:
-        self._worker, self._task, self._total = worker, task, total
+    def __init__(self, worker: _Worker, task: _Task, slab: _Slab) -> None:
+        self._worker, self._task, self._slab = worker, task, slab
         self._begin = self._end = 0
 
     def at(self, start: int, size: int) -> Tensor:
         """Shard bytes [start, start + size) as a view that holds until the next call; `start` never goes back."""
-        begin, end = _blocks(start, size, self._total)
-        buffer = self._worker.slab(end - begin)
+        begin, end = _blocks(start, size, self._task.size)
+        buffer = self._slab.at_least(end - begin)
         kept = max(self._end - begin, 0)
         if kept and begin != self._begin:
             ctypes.memmove(buffer.data_ptr(), buffer.data_ptr() + begin - self._begin, kept)

@@ -50,7 +50,8 @@ from perdure.storage.base import Directory
 __all__ = ["Loaded", "Restore", "check_foreign"]
 
 Say = Callable[[str], None]
-READERS = 4
+# A page cache is content with fewer; a device is kept busy while others copy and digest.
+READERS = 8
 
 
 @dataclass

@@ -21,7 +21,7 @@ __all__ = ["LocalStorage"]
 _DIRECT_ALIGNMENT = 4096
 # From this size on a read is worth a look at the page cache, and a way past it.
 _LARGE = 1 << 20
-_BOUNCE = 2 << 20
+_BOUNCE = 1 << 20
 # The page cache is asked once about so much of a file, by so many pages: asked about all, it takes as long as a read.
 _WINDOW = 256 << 20
 _SAMPLES = 16
@@ -339,12 +339,10 @@ def _reopened_direct(fd: int) -> int:
 
 
 def _bounce() -> memoryview:
-    """This thread's buffer: one huge page where there are such, for a device takes few scattered pages at once."""
+    """This thread's buffer, which begins on a page as a device wants it."""
     held: memoryview | None = getattr(_THREAD, "bounce", None)
     if held is None:
-        memory = aligned(2 * _BOUNCE)
-        begin = -address_of(memory) % _BOUNCE
-        held = _THREAD.bounce = memoryview(memory)[begin : begin + _BOUNCE]
+        held = _THREAD.bounce = memoryview(aligned(_BOUNCE))
     return held
 
 
