@@ -335,3 +335,18 @@ def test_a_program_that_ends_without_closing_has_its_last_save_or_is_told(tmp_pa
     assert verify(tmp_path / "slow", read_data=True).ok
     assert done.stderr.startswith("error: step 1 could not be saved below")
     assert "No space left" in done.stderr
+
+
+def test_without_anybody_to_tell_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = save_steps(tmp_path)
+    with open(os.devnull, "w", encoding="utf-8") as gone:
+        pass
+    for stream in (None, gone):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with opened(tmp_path, model, optimizer) as checkpointer:
+            assert checkpointer.load().global_step == 2
+
+
+def test_a_class_is_no_object(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedStateError, match="extra: 'metric' is the class Linear, which has no state"):
+        opened(tmp_path, tiny.Net(), extra={"metric": nn.Linear})

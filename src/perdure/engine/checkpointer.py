@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import uuid
@@ -401,6 +402,6 @@ def _position(progress: Progress) -> tuple[int, int]:
 
 
 def print_line(line: str) -> None:
-    """One line on stderr."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    """One line on stderr, where there is one: a terminal or pipe that has gone ends no run."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)

@@ -47,6 +47,11 @@ def check_registered(objects: Mapping[Any, Any]) -> None:
                 + ("it begins like the model's own state" if above in (None, "model") else f"it begins like {above!r}"),
                 hint="give it a name without a dot",
             )
+        if isinstance(value, type):
+            raise UnsupportedStateError(
+                f"extra: {name!r} is the class {value.__qualname__}, which has no state",
+                hint="register an object of it",
+            )
         if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
             raise UnsupportedStateError(
                 f"extra: {name!r} of type {type(value).__qualname__} has no state_dict() and load_state_dict()",
