@@ -35,10 +35,10 @@ class Forward:
         self._ranks = ranks
         self._own = Segment.make(ranks.size, share_memory)
         try:
-            told: list[tuple[str, bytes]] = ranks.gather((self._own.path, self._own.mark), _DOING)
+            told: list[tuple[str, str]] = ranks.gather((self._own.path, self._own.name), _DOING)
             self._seen = [
-                None if rank == ranks.rank else Segment.open(path, mark, ranks.size)
-                for rank, (path, mark) in enumerate(told)
+                None if rank == ranks.rank else Segment.open(path, name, ranks.size)
+                for rank, (path, name) in enumerate(told)
             ]
             sees: list[list[bool]] = ranks.gather([segment is not None for segment in self._seen], _DOING)
         finally:

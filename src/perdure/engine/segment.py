@@ -22,12 +22,10 @@ from perdure.storage.memory import address_of
 __all__ = ["SLOTS", "Segment", "Semaphore"]
 
 SLOTS = 3
-_SHARED = "/dev/shm"
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_HAS_SEMAPHORES = all(hasattr(_LIBC, name) for name in ("sem_init", "sem_post", "sem_trywait", "sem_timedwait"))
+_SHARES = hasattr(os, "memfd_create") and hasattr(_LIBC, "sem_timedwait")
 # Page by page, each rank would take as long to see the memory as to copy it.
 _SEEN_AT_ONCE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-_FAILED = 16  # where the byte is, after the mark
 _LINE = 64  # a semaphore takes 32 bytes at most, and has a cache line of its own
 
 
@@ -41,9 +39,14 @@ class Semaphore:
     def __init__(self, address: int) -> None:
         self._at = ctypes.c_void_p(address)
 
-    def start(self) -> bool:
-        """Makes one of this memory, with nothing posted; False where there are none between processes."""
-        return bool(_LIBC.sem_init(self._at, 1, 0) == 0)
+    def start(self) -> None:
+        """Makes one of this memory, with nothing posted.
+
+        Raises:
+            OSError: this system has none between processes.
+        """
+        if _LIBC.sem_init(self._at, 1, 0) != 0:
+            raise OSError(ctypes.get_errno(), "no semaphores between processes")
 
     def post(self) -> None:
         _LIBC.sem_post(self._at)
@@ -58,15 +61,16 @@ class Semaphore:
 
 
 class Segment:
-    """The slots of one rank, its own or another's.
+    """The slots of one rank, its own or another's. The memory has no name that could be left behind.
 
     Attributes:
-        path, mark: by which other ranks open it and know it; no path where it cannot be shared.
+        path, name: where other ranks of this machine open it, and by what they know it; "" where it cannot be shared.
         slots: SLOTS blocks, each of which begins on a page.
     """
 
-    def __init__(self, memory: mmap.mmap, ranks: int, path: str = "", mark: bytes = b"") -> None:
-        self._memory, self.path, self.mark = memory, path, mark
+    def __init__(self, memory: mmap.mmap, ranks: int, fd: int = -1, name: str = "") -> None:
+        self._memory, self._fd = memory, fd
+        self.path, self.name = f"/proc/{os.getpid()}/fd/{fd}" if name else "", name
         self._begin = address_of(memory) + _LINE
         data = torch.frombuffer(memory, dtype=torch.uint8)[_head(ranks) :]
         self.slots: Sequence[Tensor] = data.view(SLOTS, BLOCK).unbind()
@@ -74,44 +78,39 @@ class Segment:
     @classmethod
     def make(cls, ranks: int, share: bool) -> Segment:
         """This rank's own, shared if that is wished and there is room for it."""
-        size, mark = _head(ranks) + SLOTS * BLOCK, os.urandom(16)
-        path = f"{_SHARED}/perdure-{os.getpid()}-{mark.hex()}"
-        if share and _HAS_SEMAPHORES:
+        size = _head(ranks) + SLOTS * BLOCK
+        if share and _SHARES:
             with contextlib.suppress(OSError):
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                name = f"perdure-{os.urandom(16).hex()}"
+                fd = os.memfd_create(name)
                 try:
                     # Room that isn't there must be found out here, not by a signal later.
                     os.posix_fallocate(fd, 0, size)
-                    made = cls(mmap.mmap(fd, size, flags=_SEEN_AT_ONCE), ranks, path, mark)
-                    made._memory[: len(mark)] = mark
-                    if all(each.start() for rank in range(ranks) for each in (made.told(rank), made.taken(rank))):
-                        return made
-                    os.unlink(path)
+                    made = cls(mmap.mmap(fd, size, flags=_SEEN_AT_ONCE), ranks, fd, name)
+                    for rank in range(ranks):
+                        made.told(rank).start()
+                        made.taken(rank).start()
+                    return made
                 except OSError:
-                    os.unlink(path)
-                finally:
                     os.close(fd)
         return cls(mmap.mmap(-1, size), ranks)
 
     @classmethod
-    def open(cls, path: str, mark: bytes, ranks: int) -> Segment | None:
+    def open(cls, path: str, name: str, ranks: int) -> Segment | None:
         """Another rank's, if it can be seen from here."""
-        if not path:
-            return None
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            # Elsewhere the same number may be another process, and its file anything.
+            if not name or os.readlink(path) != f"/memfd:{name} (deleted)":
+                return None
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return None
         try:
-            memory = mmap.mmap(fd, _head(ranks) + SLOTS * BLOCK, flags=_SEEN_AT_ONCE)
+            return cls(mmap.mmap(fd, _head(ranks) + SLOTS * BLOCK, flags=_SEEN_AT_ONCE), ranks)
         except (OSError, ValueError):
             return None
         finally:
             os.close(fd)
-        if memory[: len(mark)] == mark:
-            return cls(memory, ranks, path, mark)
-        memory.close()
-        return None
 
     def told(self, rank: int) -> Semaphore:
         """Posted for a rank when there is something for it to take."""
@@ -124,16 +123,16 @@ class Segment:
     @property
     def failed(self) -> bool:
         """Whether its rank has failed: nothing in the slots is to be used any more."""
-        return self._memory[_FAILED] != 0
+        return self._memory[0] != 0
 
     def fail(self) -> None:
-        self._memory[_FAILED] = 1
+        self._memory[0] = 1
 
     def hide(self) -> None:
-        """Takes its name away. Who has it open keeps it, and nothing is left behind, whatever happens."""
-        if self.path:
-            with contextlib.suppress(OSError):
-                os.unlink(self.path)
+        """From now on nobody else can open it; who has keeps it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def close(self) -> None:
         """Gives the memory back, or leaves it to a view that an error's traceback still holds."""
@@ -143,5 +142,5 @@ class Segment:
 
 
 def _head(ranks: int) -> int:
-    """Bytes before the first slot: mark and failure in a line, then each rank's semaphores."""
+    """Bytes before the first slot: whether the rank failed in a line, then each rank's semaphores."""
     return -(-_LINE * (1 + 2 * ranks) // mmap.PAGESIZE) * mmap.PAGESIZE

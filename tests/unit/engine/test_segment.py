@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ def test_another_process_sees_what_was_written_before_a_post(own: Segment) -> No
     if child == 0:
         code = 1
         try:
-            seen = Segment.open(own.path, own.mark, 3)
+            seen = Segment.open(own.path, own.name, 3)
             assert seen is not None
             assert seen.told(2).wait(30)
             assert bool((seen.slots[1] == 7).all())
@@ -55,18 +56,21 @@ def test_waiting_ends_in_time(own: Segment) -> None:
     assert time.monotonic() - began > 0.04
 
 
-def test_only_the_memory_meant_is_opened_and_nothing_stays_behind(own: Segment) -> None:
-    assert Segment.open(own.path, b"x" * 16, 3) is None
-    assert Segment.open("", b"", 3) is None
+def test_only_the_memory_meant_is_opened_and_only_until_it_is_hidden(own: Segment) -> None:
+    assert Segment.open(own.path, own.name[:-1], 3) is None
+    assert Segment.open(own.path.replace("fd", "no"), own.name, 3) is None
+    assert Segment.open("", "", 3) is None
     own.hide()
-    assert not os.path.exists(own.path)
-    assert Segment.open(own.path, own.mark, 3) is None
+    assert Segment.open(own.path, own.name, 3) is None
 
 
-@pytest.mark.parametrize("why", ["unwished", "nowhere"])
+@pytest.mark.parametrize("why", ["unwished", "no room"])
 def test_memory_of_its_own_where_it_cannot_be_shared(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if why == "nowhere":
-        monkeypatch.setattr(segment, "_SHARED", "/nowhere")
+    def refuse(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if why == "no room":
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
     alone = Segment.make(2, why != "unwished")
     assert alone.path == ""
     assert len(alone.slots) == segment.SLOTS
