@@ -43,6 +43,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     Raises:
         ConfigError: every fault of file and overrides in one error, one a line, as `file:line:column: key: fault`
             or `command line: word: fault`.
+        UsageError: `path` is none.
     """
     file = path_text(path, "config")
     faults: list[Fault] = []

@@ -10,7 +10,7 @@ import pytest
 
 from perdure.config.load import load_config, load_config_mapping
 from perdure.config.schema import TrainConfig
-from perdure.errors import ConfigError
+from perdure.errors import ConfigError, UsageError
 
 Load = Callable[..., TrainConfig]
 Lines = Callable[..., list[str]]
@@ -151,10 +151,10 @@ def test_paths_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (".", "is a directory"),
         ("none.yaml", "No such file"),
         ("loop.yaml", "cannot be read"),
-        ("a\0b", "cannot be read"),
+        ("a\0b", "expected a path as text without NUL characters"),
         ("x" * 5000, "cannot be read: File name too long"),
     ]:
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(UsageError, match=words):
             load_config(path)
 
 
