@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from torch import nn
 
@@ -403,5 +403,8 @@ def _position(progress: Progress) -> tuple[int, int]:
 
 def print_line(line: str) -> None:
     """One line on stderr, where there is one: a terminal or pipe that has gone ends no run."""
+    stream: TextIO | None = sys.stderr
     with contextlib.suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
+        if stream is not None:
+            stream.write(f"{line}\n")
+            stream.flush()
