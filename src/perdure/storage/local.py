@@ -22,6 +22,7 @@ _DIRECT_ALIGNMENT = 4096
 # From this size on a read is worth a look at the page cache, and a way past it.
 _LARGE = 1 << 20
 _BOUNCE = 1 << 20
+_HUGE = 2 << 20
 # The page cache is asked once about so much of a file, by so many pages: asked about all, it takes as long as a read.
 _WINDOW = 256 << 20
 _SAMPLES = 16
@@ -339,10 +340,12 @@ def _reopened_direct(fd: int) -> int:
 
 
 def _bounce() -> memoryview:
-    """This thread's buffer, which begins on a page as a device wants it."""
+    """This thread's buffer, in one huge page where there are such, for a device takes few scattered pages at once."""
     held: memoryview | None = getattr(_THREAD, "bounce", None)
     if held is None:
-        held = _THREAD.bounce = memoryview(aligned(_BOUNCE))
+        memory = aligned(2 * _HUGE)
+        begin = -address_of(memory) % _HUGE
+        held = _THREAD.bounce = memoryview(memory)[begin : begin + _BOUNCE]
     return held
 
 
