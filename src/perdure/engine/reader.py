@@ -8,7 +8,9 @@ strides, a device) goes through a slab of whole digest blocks and is copied from
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -94,6 +96,8 @@ def read_tensors(
     jobs = _jobs(worker, tasks)
     # Little is read sooner than threads are at hand.
     threads = min(threads, sum(task.size for task in tasks) // SLAB)
+    if threads > 1 and _keeps_busy(next(jobs)):
+        threads = min(threads, os.cpu_count() or 1)
     if threads <= 1:
         for job in jobs:
             job()
@@ -141,6 +145,13 @@ def _stored(dtype: str) -> tuple[torch.dtype, int]:
     """How torch calls a stored dtype, and the bytes of an element."""
     known = BY_SAFETENSORS[dtype]
     return getattr(torch, known.torch), known.itemsize
+
+
+def _keeps_busy(job: Callable[[], None]) -> bool:
+    """Does a job; whether it was the processor's, as where a page cache is read, and not a wait for a device."""
+    began, busy = time.perf_counter(), time.thread_time()
+    job()
+    return 2 * (time.thread_time() - busy) > time.perf_counter() - began
 
 
 class _Crew:
