@@ -77,7 +77,9 @@ def test_ranks_that_drew_other_weights_start_from_those_of_the_first(tmp_path: P
     ]
     assert len(losses) == 2
     assert losses[0] == losses[1] != []
-    assert "the ranks were given different weights (first.weight and 3 more)" in forked.told(tmp_path / "job")
+    assert "the ranks were given different weights (first.weight, first.bias, last.weight, last.bias)" in forked.told(
+        tmp_path / "job"
+    )
 
 
 def test_what_hosts_may_have_otherwise_changes_nothing(tmp_path: Path) -> None:

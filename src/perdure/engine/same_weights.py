@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from perdure.engine.load import few
 from perdure.engine.ranks import Ranks
 from perdure.engine.replicas import digest_of_edges
 from perdure.state.model import live_tensors
@@ -16,7 +17,7 @@ _DOING = "comparing the weights of the ranks"
 
 
 @torch.no_grad()
-def take_the_first_ones(model: nn.Module, ranks: Ranks) -> list[str]:
+def take_the_first_ones(model: nn.Module, ranks: Ranks) -> str:
     """Gives every rank the parameters and persistent buffers of rank 0, where any of them differ.
 
     Their edges are compared: weights of another draw or another file differ there. What is sharded already, or has no
@@ -26,18 +27,20 @@ def take_the_first_ones(model: nn.Module, ranks: Ranks) -> list[str]:
         model: of the same names and shapes on all ranks.
 
     Returns:
-        The names of tensors that differed.
+        What there is to say of it: "" where they are alike.
     """
     if ranks.size == 1:
-        return []
+        return ""
     tensors = {name: t.detach() for name, t in live_tensors(model).items() if is_plain(t) and not t.is_meta}
     found = ranks.compare({name: str(digest_of_edges([t])) for name, t in tensors.items()}, _DOING)
-    for name, tensor in tensors.items() if found else ():
+    if not found:
+        return ""
+    for name, tensor in tensors.items():
         given = ranks.share(_bytes(tensor) if ranks.is_first else b"", f"taking {name} from rank 0")
         if given and not ranks.is_first:
             flat = torch.frombuffer(bytearray(given), dtype=torch.uint8).view(tensor.dtype)
             tensor.copy_(flat.reshape(tensor.shape))
-    return list(found)
+    return f"the ranks were given different weights ({few(list(found))}); all start from those of rank 0"
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -192,10 +192,7 @@ class Trainer:
         if loaded is not None:
             self._go_on_from(loaded, saved)
         elif self._differed:
-            told = (
-                f"{self._differed[0]} and {len(self._differed) - 1} more" if self._differed[1:] else self._differed[0]
-            )
-            self.console.say(f"the ranks were given different weights ({told}); all start from those of rank 0")
+            self.console.say(self._differed)
 
     def _go_on_from(self, loaded: Loaded, saved: Progress) -> None:
         """Puts state, data, health and loss scale where the checkpoint left them, and says so."""
