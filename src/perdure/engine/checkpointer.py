@@ -18,10 +18,11 @@ from perdure.engine.base_load import load_base
 from perdure.engine.launcher import check_joined, number_told
 from perdure.engine.linked import Linkable
 from perdure.engine.live import Live
+from perdure.engine.loaded import Loaded
 from perdure.engine.prepare import Preparer
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
-from perdure.engine.restore import Loaded, Restore
+from perdure.engine.restore import Restore
 from perdure.engine.runner import SaveRunner, Underway
 from perdure.engine.same_settings import check_same_config
 from perdure.engine.save import SaveJob

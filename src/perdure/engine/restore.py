@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 from functools import partial, reduce
 from operator import or_
 from typing import Any
@@ -25,9 +24,10 @@ from perdure.engine.base import Base
 from perdure.engine.broadcast_json import Told
 from perdure.engine.find_checkpoint import VISIBLE_S, find_checkpoint, iteration_named
 from perdure.engine.laps import Laps
-from perdure.engine.linked import Linkable, linkable_files
+from perdure.engine.linked import linkable_files
 from perdure.engine.live import Live
 from perdure.engine.load import LoadPlan, check_config, few, held_names, registered_in
+from perdure.engine.loaded import Loaded
 from perdure.engine.own_record import from_record
 from perdure.engine.progress import Progress
 from perdure.engine.ranks import Ranks
@@ -47,50 +47,11 @@ from perdure.state.model import parameter_names
 from perdure.state.shards import is_plain
 from perdure.storage.base import Directory
 
-__all__ = ["Loaded", "Restore", "check_foreign"]
+__all__ = ["Restore", "check_foreign"]
 
 Say = Callable[[str], None]
 # A page cache is content with fewer; a device is kept busy while others copy and digest.
 READERS = 8
-
-
-@dataclass
-class Loaded:
-    """What a load found and did.
-
-    `sequence` is 0 for a foreign checkpoint; `weights_only` means that the run starts at step 0; `model_tensors` are
-    the names of those that it brought to this rank; `links` its files of frozen weights.
-    """
-
-    path: str
-    root: str
-    progress: Progress
-    training: dict[str, Any]
-    weights_only: bool
-    sequence: int = 0
-    lineage: str = ""
-    attempt: str = ""
-    ranks: int = 1
-    bytes_read: int = 0
-    seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    model_tensors: frozenset[str] = frozenset()
-    links: dict[str, Linkable] = field(default_factory=dict)
-
-    def told(self, place: str, notes: Sequence[str], phases: str = "") -> str:
-        """One line, human and complete: what was loaded from where, what is worth knowing, bytes and seconds.
-
-        Args:
-            place: where the run goes on.
-            phases: on what the seconds went.
-        """
-        whole = ["weights only: step 0, first sample, fresh optimizer"] if self.weights_only else []
-        return (
-            f"{'started from' if self.weights_only else 'resumed from'} {self.path}: {place}"
-            + "".join(f"; {note}" for note in (*self.notes, *whole, *notes))
-            + f" ({self.bytes_read / 2**20:,.1f} MiB in {self.seconds:.2f} s{phases and '; '}{phases})"
-        )
 
 
 class Restore:
