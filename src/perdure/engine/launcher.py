@@ -63,6 +63,9 @@ def _refuse_other_launchers() -> None:
         raise UsageError("the environment variable RANK is set, but WORLD_SIZE is not", hint=_LAUNCH)
     for launcher, (size, rank) in _OTHERS.items():
         count, number = os.environ.get(size, ""), os.environ.get(rank, "")
+        # A batch script is task 0 of all that were asked for, and yet alone; srun sets one more word.
+        if launcher == "srun" and number == "0" and "SLURM_STEP_NUM_TASKS" not in os.environ:
+            continue
         if count.isdecimal() and number.isdecimal() and int(count) > 1:
             raise UsageError(
                 f"{launcher} has started {count} processes ({size}={count}, {rank}={number}), but RANK and WORLD_SIZE "

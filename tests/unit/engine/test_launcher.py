@@ -12,7 +12,8 @@ from perdure.engine.launcher import check_joined, launched_ranks
 from perdure.engine.ranks import neighbours
 from perdure.errors import UsageError
 
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS", "SLURM_PROCID")
+SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *SLURM)
 JOINABLE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
@@ -26,6 +27,7 @@ def told(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, "srun has started 2 processes"),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "2"}, "srun has started 4 processes (SLURM_NTASKS=4, SLURM_PROCID=2)"),
         (
             {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
@@ -54,6 +56,7 @@ def test_a_launcher_that_joins_nobody_is_named(
         {},
         {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
         {"SLURM_NTASKS": "8"},  # a shell within an allocation
+        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script
         {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "WORLD_SIZE": "1", "RANK": "0"},
     ],
     ids=str,
