@@ -7,6 +7,8 @@ failed, 2 usage or configuration, 10 no such root or iteration, 11 format newer 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import islice
 from typing import ClassVar
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "TrainingError",
     "UnsupportedStateError",
     "UsageError",
+    "few",
 ]
 
 
@@ -111,3 +114,9 @@ class TrainingError(PerdureError, RuntimeError):
 
 class RanksError(PerdureError, RuntimeError):
     """Another rank failed, disagreed, or did not answer in time; it is named."""
+
+
+def few(names: Collection[str], most: int = 5) -> str:
+    """The first names, and how many more, for a sentence."""
+    shown = ", ".join(n if len(n) <= 100 else n[:97] + "..." for n in islice(names, most))
+    return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"

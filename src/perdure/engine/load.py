@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from perdure.engine.reader import Fill, ShardSource, read_tensors
-from perdure.errors import DamagedCheckpointError, MismatchError, PerdureError
+from perdure.errors import DamagedCheckpointError, MismatchError, PerdureError, few
 from perdure.format.dtypes import BY_TORCH
 from perdure.format.metadata import CheckpointMetadata, Section, TensorRecord
 from perdure.models.published import config_differences
@@ -21,7 +21,7 @@ from perdure.state.optimizer_restore import OptimizerRestore, prepare_optimizer
 from perdure.state.shards import NamedTensor, Piece, blank, describe, dtype_name
 from perdure.state.stateful import rebuild, references
 
-__all__ = ["LoadPlan", "check_config", "few", "held_names", "match_model", "registered_in"]
+__all__ = ["LoadPlan", "check_config", "held_names", "match_model", "registered_in"]
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -345,9 +345,3 @@ def _renamed_prefix(missing: list[str], unexpected: list[str]) -> tuple[str, str
     here, there = a[: len(a) - tail], b[: len(b) - tail]
     renamed = {there + n[len(here) :] for n in missing if n.startswith(here)}
     return (here, there) if renamed == set(unexpected) else None
-
-
-def few(names: Sequence[str], most: int = 5) -> str:
-    """The first names, and how many more."""
-    shown = ", ".join(n if len(n) <= 100 else n[:97] + "..." for n in names[:most])
-    return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"

@@ -9,10 +9,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from perdure.engine.load import few
 from perdure.engine.plan import SavePlan
 from perdure.engine.ranks import Ranks
-from perdure.errors import SaveError
+from perdure.errors import SaveError, few
 from perdure.state.shards import NamedTensor
 
 __all__ = ["check_replicas", "digest_of_edges"]

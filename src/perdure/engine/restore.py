@@ -26,7 +26,7 @@ from perdure.engine.find_checkpoint import VISIBLE_S, find_checkpoint, iteration
 from perdure.engine.laps import Laps
 from perdure.engine.linked import linkable_files
 from perdure.engine.live import Live
-from perdure.engine.load import LoadPlan, check_config, few, held_names, registered_in
+from perdure.engine.load import LoadPlan, check_config, held_names, registered_in
 from perdure.engine.loaded import Loaded
 from perdure.engine.own_record import from_record
 from perdure.engine.progress import Progress
@@ -36,7 +36,7 @@ from perdure.engine.renamed import under_old_names
 from perdure.engine.saveroot import SaveRoot
 from perdure.engine.streams import devices_of, join, settle
 from perdure.engine.verify_on_load import compare_loaded
-from perdure.errors import DamagedCheckpointError, MismatchError
+from perdure.errors import DamagedCheckpointError, MismatchError, few
 from perdure.format.collector import collector_paused
 from perdure.format.common import CommonInfo
 from perdure.format.metadata import CheckpointMetadata

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from perdure.engine.load import few
 from perdure.engine.ranks import Ranks
 from perdure.engine.replicas import digest_of_edges
+from perdure.errors import few
 from perdure.state.model import live_tensors
 from perdure.state.shards import is_plain
 
@@ -40,7 +40,7 @@ def take_the_first_ones(model: nn.Module, ranks: Ranks) -> str:
         if given and not ranks.is_first:
             flat = torch.frombuffer(bytearray(given), dtype=torch.uint8).view(tensor.dtype)
             tensor.copy_(flat.reshape(tensor.shape))
-    return f"the ranks were given different weights ({few(list(found))}); all start from those of rank 0"
+    return f"the ranks were given different weights ({few(found)}); all start from those of rank 0"
 
 
 def _bytes(tensor: Tensor) -> bytes:

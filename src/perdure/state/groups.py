@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perdure.errors import MismatchError, UnsupportedStateError
+from perdure.errors import MismatchError, UnsupportedStateError, few
 from perdure.state.jsonable import from_json, to_json
 from perdure.state.shards import dtype_name
 
-__all__ = ["few", "group_settings", "moved_parameters", "refuse_missing_state", "setting_tensor"]
+__all__ = ["group_settings", "moved_parameters", "refuse_missing_state", "setting_tensor"]
 
 _MOST_ELEMENTS = 64
 
@@ -129,9 +129,3 @@ def _placed(value: Any, live: Any) -> Any:
     if type(value) in (list, tuple) and type(live) is type(value) and len(live) == len(value):
         return type(value)(_placed(v, old) for v, old in zip(value, live, strict=True))
     return value
-
-
-def few(names: list[str], most: int = 3) -> str:
-    """The first names, and how many more."""
-    shown = ", ".join(n if len(n) <= 80 else n[:77] + "..." for n in names[:most])
-    return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perdure.errors import DamagedCheckpointError, MismatchError
+from perdure.errors import DamagedCheckpointError, MismatchError, few
 from perdure.format.dtypes import BY_SAFETENSORS, BY_TORCH
 from perdure.format.metadata import TensorRecord
 from perdure.state.arena import Arena
 from perdure.state.dormant import lay_to_rest
-from perdure.state.groups import few, group_settings, moved_parameters, refuse_missing_state
+from perdure.state.groups import group_settings, moved_parameters, refuse_missing_state
 from perdure.state.jsonable import from_json
 from perdure.state.optimizer import MASTER, OptimizerView
 from perdure.state.shards import NamedTensor, blank, describe, dtype_name
@@ -120,7 +120,7 @@ def prepare_optimizer(
         (woken, "parameters are trained again, with the optimizer state from before they were frozen"),
     ):
         if names:
-            restore.notes.append(f"{len(names)} {what}: {few(list(names))}")
+            restore.notes.append(f"{len(names)} {what}: {few(names)}")
     if unused:
         restore.notes.append(f"{len(unused)} optimizer tensors of the checkpoint have no parameter here: {few(unused)}")
     if restore.fresh:
