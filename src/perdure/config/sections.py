@@ -253,7 +253,7 @@ class CheckpointConfig(Section):
     load_balanced: bool = Field(
         default=False, description="read each byte once over all ranks; no benefit on one process"
     )
-    reshard_worker_num: Positive = Field(default=1, description="threads that read")
+    reshard_worker_num: Positive = Field(default=1, description="threads that read, where more than 8 shall")
     save_trainable_only: bool = Field(default=False, description="save adapter tensors only; needs `base_load_path`")
     base_load_path: PathText = Field(default="", description="the full weights below an adapter")
     auto_resume: bool = Field(
