@@ -43,7 +43,7 @@ class Loaded:
             place: where the run goes on.
             phases: on what the seconds went.
         """
-        whole = ["weights only: step 0, first sample, fresh optimizer"] if self.weights_only else []
+        whole = ["weights only: step 0, first sample, optimizer as it was made"] if self.weights_only else []
         return (
             f"{'started from' if self.weights_only else 'resumed from'} {self.path}: {place}"
             + "".join(f"; {note}" for note in (*self.notes, *whole, *notes))
