@@ -99,10 +99,11 @@ def hazard(name: str, tmp_path: Path) -> Path:
 
 
 def load(path: Path | str, model: nn.Module, optimizer: Any, tmp_path: Path, **settings: Any) -> Any:
-    """A checkpointer that has loaded `path`, with (progress, lines said)."""
+    """A checkpointer that has loaded `path`, with (progress, warnings)."""
     said: list[str] = []
     config = CheckpointConfig(load_path=str(path), save_path=str(tmp_path / "out"), **settings)
-    with Checkpointer(config, model=model, optimizer=optimizer, restore_settings=False, say=said.append) as keeper:
+    options: dict[str, Any] = {"restore_settings": False, "tell_loads": False, "say": said.append}
+    with Checkpointer(config, model=model, optimizer=optimizer, **options) as keeper:
         progress = keeper.load()
         return progress, keeper.loaded, said
 
