@@ -54,7 +54,9 @@ def goes_on(folder: Path, straight: Path) -> None:
 def test_a_signal_to_one_rank_stops_all(straight: Path, tmp_path: Path, rank: int, moment: str) -> None:
     (tmp_path / "run.yaml").write_text(jobs.CONFIG)
     number = (signal.SIGTERM, signal.SIGUSR1)[rank]
-    job = jobs.start(tmp_path / "run.yaml", tmp_path / "run", PERDURE_RANK_DEADLINE="20")
+    # A rank that ends before it has joined is waited for as long as that.
+    deadline = "6" if moment == "join" else "20"
+    job = jobs.start(tmp_path / "run.yaml", tmp_path / "run", PERDURE_RANK_DEADLINE=deadline)
     at(moment, tmp_path / "run", job)
     job.ranks[rank].send_signal(number)
     codes = job.wait(100)
