@@ -47,8 +47,7 @@ def in_place(tensor: Tensor, stored: torch.dtype) -> bool:
 
 def as_dtype(data: Tensor, stored: torch.dtype) -> Tensor:
     """Bytes seen as elements; copied first where their address isn't a multiple of the element's size."""
-    size = torch.empty(0, dtype=stored, device="cpu").element_size()
-    if data.data_ptr() % size:
+    if data.data_ptr() % stored.itemsize:
         data = data.clone()
     return data.view(stored)
 

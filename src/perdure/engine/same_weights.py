@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from perdure.engine.ranks import Ranks
 from perdure.engine.replicas import digest_of_edges
+from perdure.engine.writer import memory_of
 from perdure.errors import few
 from perdure.state.model import live_tensors
 from perdure.state.shards import is_plain
@@ -36,12 +37,9 @@ def take_the_first_ones(model: nn.Module, ranks: Ranks) -> str:
     if not found:
         return ""
     for name, tensor in tensors.items():
-        given = ranks.share(_bytes(tensor) if ranks.is_first else b"", f"taking {name} from rank 0")
-        if given and not ranks.is_first:
-            flat = torch.frombuffer(bytearray(given), dtype=torch.uint8).view(tensor.dtype)
-            tensor.copy_(flat.reshape(tensor.shape))
+        plain = tensor.cpu().contiguous()
+        given = ranks.share(bytes(memory_of(plain)) if ranks.is_first else b"", f"taking {name} from rank 0")
+        if not ranks.is_first:
+            memory_of(plain)[:] = given
+            tensor.copy_(plain)
     return f"the ranks were given different weights ({few(found)}); all start from those of rank 0"
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
